@@ -1,4 +1,4 @@
-"""Where the time goes between a record's arrival and its first use in a served draft.
+"""Measures where the time goes between a record's arrival and its first use in a served draft.
 
     arrival ── waiting ──► its step ── training, judging, publishing ──► canary ── swap ──► first use
                                         and idle, over several candidates                   ── rollout ──► all servers
@@ -51,7 +51,7 @@ class Paused:
 
 
 def account(journal: Sequence[Entry]) -> dict[str, Any]:
-    """The mean delays of a record, in all and by version, and the records never served.
+    """Return a record's mean delays, in total and by version, and the number of unserved records.
 
     Each part is in seconds; `first_use` is their sum, and `rollout` the time from there to the last
     swap to the same version. `passed_over` records were not trained as new, because training was
@@ -163,7 +163,7 @@ def _divide(
 
 
 def _average(versions: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The means over the records of all versions."""
+    """Return the means over the records of all versions."""
     records = sum(version["records"] for version in versions)
 
     def mean(values: Sequence[float]) -> float:

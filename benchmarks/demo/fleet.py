@@ -54,23 +54,26 @@ MAX_NUM_SEQS = 16
 """Maximum number of requests that a server answers at once."""
 
 KV_CACHE_BYTES = 128 << 20
-"""Enough for 16 requests of 512 tokens to the small target."""
+"""Size of the KV cache, enough for 16 requests of 512 tokens to the small target."""
 
 Runner = Literal["v1", "v2"]
 """vLLM's model runners."""
 
 TRITON = Path(sys.prefix) / "triton-for-v2"
-"""Triton, visible only to the processes of V2: standalone drafts break if V1 finds it."""
+"""Folder of Triton, visible only to the processes of V2, because standalone drafts break if V1
+finds it.
+"""
 
 TRITON_BACKEND = Path("tests/helpers/triton_on_cpu")
-"""With this backend, Triton's interpreter runs the kernels of V2 on a CPU."""
+"""Backend with which Triton's interpreter runs the kernels of V2 on a CPU."""
 
 
 def clear(folder: Path, reads: object = None, *, overwrite: bool) -> None:
     """Make an empty folder. With `overwrite`, an older demo in it is deleted.
 
     Raises:
-        FileExistsError: the folder contains other files, or a path in `reads` (the settings).
+        FileExistsError: the folder contains files that are not a demo's, or a path in `reads` (the
+            settings).
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         if not (folder / SETTINGS).is_file():
@@ -78,10 +81,11 @@ def clear(folder: Path, reads: object = None, *, overwrite: bool) -> None:
                 f"{folder} contains files that do not belong to a demo: move them away first"
             )
         if obstacle := find_obstacle([folder], reads, lambda _: None):
-            raise FileExistsError(f"{obstacle}: choose another --output")
+            raise FileExistsError(f"{obstacle}: choose a different --output")
         if not overwrite:
             raise FileExistsError(
-                f"{folder} contains another demo: choose another --output, or pass --overwrite"
+                f"{folder} contains an earlier demo: choose a different --output, or pass "
+                f"--overwrite"
             )
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -90,12 +94,12 @@ def clear(folder: Path, reads: object = None, *, overwrite: bool) -> None:
 def begin_report(cfg: Any, day: datetime.date, *, resume: bool = False) -> dict[str, Any]:
     """Empty `cfg.output`, write the settings there, and return the first entries of the report.
 
-    `day` is the date that the chat template writes in the whole run, if it writes today's. With
-    `resume`, a demo with the same settings stays as it is.
+    `day` is the date that the chat template writes during the whole run, if it writes today's date.
+    With `resume`, a demo with the same settings is kept.
 
     Raises:
-        FileExistsError: as `clear`.
-        ValueError: the demo to resume has other settings.
+        FileExistsError: for the same reasons as in `clear`.
+        ValueError: the demo to resume has different settings.
     """
     # Convert to JSON and back, so that paths become strings and tuples become lists, as in the
     # report.
@@ -105,7 +109,8 @@ def begin_report(cfg: Any, day: datetime.date, *, resume: bool = False) -> dict[
     if resume and (cfg.output / SETTINGS).is_file():
         if json.loads((cfg.output / SETTINGS).read_text()) != settings:
             raise ValueError(
-                f"{cfg.output} contains a demo with other settings: repeat those settings, or pass --overwrite"
+                f"{cfg.output} contains a demo with different settings: repeat those settings, "
+                f"or pass --overwrite"
             )
     else:
         clear(cfg.output, cfg, overwrite=cfg.overwrite)
@@ -120,7 +125,7 @@ def begin_report(cfg: Any, day: datetime.date, *, resume: bool = False) -> dict[
 
 
 def fastest_precision() -> Literal["no", "bf16"]:
-    """The faster mixed precision for training on this machine."""
+    """Return the faster mixed precision for training on this machine."""
     return "bf16" if this_machine().has_bfloat16 else "no"
 
 
@@ -179,11 +184,11 @@ class Server:
     mode: Mode = "compiled"
 
     async def ready(self) -> None:
-        """Wait until the server answers. Raises as `wait_until_healthy`."""
+        """Wait until the server answers. Raises the same errors as `wait_until_healthy`."""
         await asyncio.to_thread(wait_until_healthy, self.url, self.process, self.log)
 
     def measured(self, num_speculative_tokens: int) -> VllmServer:
-        """The same server as an argument for the measurements of `eval`."""
+        """Return the same server as an argument for the measurements of `eval`."""
         return VllmServer(
             url=self.url,
             model="m",
@@ -214,8 +219,8 @@ def start_server(
 ) -> Iterator[Server]:
     """Start `redraft serve` with the registry's current draft.
 
-    The server is not ready yet: see `Server.ready`. `options` are further options of `redraft
-    serve`, `arguments` are arguments of vLLM, and `environment` has further environment variables.
+    The server is not ready yet (`Server.ready`). `options` are further options of `redraft serve`,
+    `arguments` are arguments of vLLM, and `environment` has further environment variables.
     """
     command = [
         *(
@@ -243,7 +248,8 @@ def start_server(
         *([EAGER] if mode == "eager" else []),
         *("--max-model-len", str(max_model_len), "--max-num-seqs", str(MAX_NUM_SEQS)),
         *("--kv-cache-memory-bytes", str(kv_cache_bytes), "--no-enable-prefix-caching"),
-        # Of two contrary flags the last counts, so `arguments` may turn the prefix cache on.
+        # If two flags contradict each other, the last one counts, so `arguments` may turn the
+        # prefix cache on.
         *("--per-request-spec-decode-metrics", "detailed", *arguments),
     ]
     # By default vLLM would bind both servers to the first core.
@@ -273,7 +279,7 @@ async def start_learner(folder: Path) -> AsyncIterator[None]:
     ]
     log, socket = folder / "logs" / "learner.log", folder / "learner" / control.SOCKET
     socket.unlink(missing_ok=True)  # of a learner that was killed
-    # One thread: the servers leave about one of two cores free.
+    # One thread is enough, because the servers leave only about one of two cores free.
     with process_group(command, log=log, env={"OMP_NUM_THREADS": "1"}) as process:
         # The socket exists once the learner answers; before that, `control.ask` would fail to
         # connect.
@@ -283,7 +289,7 @@ async def start_learner(folder: Path) -> AsyncIterator[None]:
             await asyncio.sleep(0.2)
         yield
         if process.poll() is not None:
-            # A dead learner must not be mistaken for one with nothing to do.
+            # A learner that has died must not be mistaken for one with nothing to do.
             raise ChildProcessError(f"the learner stopped early: see {log}")
 
 
@@ -292,7 +298,7 @@ def runner_environment(runner: Runner | None, *, on_cpu: bool = ENGINE_IS_CPU) -
 
     Raises:
         FileNotFoundError: V2 is to run on a CPU, and Triton or the backend for its interpreter is
-        not there.
+            missing.
     """
     if runner is None:
         return {}
@@ -318,7 +324,7 @@ def runner_environment(runner: Runner | None, *, on_cpu: bool = ENGINE_IS_CPU) -
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """One streamed answer as received by a client."""
+    """One streamed answer as a client received it."""
 
     prompt: Prompt
     server: str
@@ -326,7 +332,7 @@ class Answer:
     times_s: list[float]
     """Monotonic times of the request and of every chunk."""
     counts: list[int]
-    """Tokens at each of these times."""
+    """Number of tokens at each of these times."""
 
 
 class Traffic:
@@ -361,7 +367,7 @@ class Traffic:
 
         async def client(number: int, http: httpx.AsyncClient) -> None:
             while not is_over.is_set():
-                # One iterator for all clients.
+                # All clients share one iterator.
                 if (prompt := next(self._prompts[self.domain], None)) is None:
                     return
                 try:
@@ -384,13 +390,13 @@ class Traffic:
     def longest_gap_ms(self, server: str, begin_s: float, end_s: float) -> float:
         """Return the longest wait for a chunk in any stream of this server.
 
-        Only waits that ended within the given time count.
+        Only waits that ended within the given period count.
         """
         longest_s = 0.0
         for answer in self.answers:
             if answer.server == server:
-                # From the first chunk on: the wait for it is queue and prefill, not a gap in a
-                # stream.
+                # Count from the first chunk on, because the wait for it is queueing and prefill,
+                # not a gap in a stream.
                 for earlier, later in itertools.pairwise(answer.times_s[1:]):
                     if begin_s < later <= end_s:
                         longest_s = max(longest_s, later - earlier)
@@ -410,7 +416,8 @@ async def stream(
         "model": "m",
         "prompt": prompt.token_ids,
         "max_tokens": max_tokens,
-        # All fields: a server takes any that is not set from the target's generation_config.json.
+        # Set all fields, because a server takes unset ones from the target's
+        # generation_config.json.
         **asdict(GREEDY),
         **PENALTIES,
         "stream": True,
@@ -426,7 +433,7 @@ async def stream(
             if not line.startswith("data: {"):
                 continue
             event = json.loads(line.removeprefix("data: "))
-            # The status 200 was sent long ago, so a later failure can only be reported in the
+            # The status 200 has already been sent, so a later failure can only be reported in the
             # stream.
             if "error" in event:
                 raise ValueError(str(event["error"]))
@@ -452,16 +459,16 @@ async def measure_tokens_per_s(
     max_tokens: int,
     captured: float,
 ) -> float:
-    """Output tokens per second of all servers together, with a share `captured`.
+    """Measure the output tokens/s of all servers together, with a share `captured` of requests.
 
-    It covers the time in which no client is without a request.
+    Only the time in which every client has a request counts.
     """
-    # One iterator for all clients: no client idles while prompts are left.
+    # All clients share one iterator, so no client idles while prompts are left.
     waiting, answers = iter(enumerate(prompts)), list[Answer]()
 
     async def client(number: int, http: httpx.AsyncClient) -> None:
         for index, prompt in waiting:
-            # Spread evenly, not drawn: a share of 0.1 captures requests 9, 19, 29, ...
+            # Spread evenly rather than at random: a share of 0.1 captures requests 9, 19, 29, ...
             is_captured = int((index + 1) * captured) > int(index * captured)
             answers.append(
                 await stream(
@@ -487,7 +494,7 @@ async def measure_rates(
     rates: dict[float, list[float]] = {0.0: [], 0.1: [], 1.0: []}
     for number in Progress(range(rounds), desc="cost of capture", unit="round"):
         order = list(rates)
-        # Round 0: 0, 0.1, 1. Round 1: 0.1, 1, 0. So no share always comes first.
+        # Round 0: 0, 0.1, 1. Round 1: 0.1, 1, 0. So no share is always first.
         for share in order[number % 3 :] + order[: number % 3]:
             rates[share].append(
                 await measure_tokens_per_s(

@@ -1,10 +1,10 @@
 """`redraft up` next to a plain `vllm serve`: the same sessions, in interleaved blocks.
 
     workload ─► a block of sessions ─┬─► plain vLLM, while the learner rests
-                                     └─► redraft up, as it serves           in turn, one computes at a time
+                                     └─► redraft up, as it serves           in turn; only one computes
 
-Both servers have vLLM's prefix cache. A block is new to both, except for the prefixes that its
-sessions share by design.
+Both servers use vLLM's prefix cache. The requests of a block are new to both, except for the
+prefixes that its sessions share by design.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ CACHE = "vllm:prefix_cache_"  # Beginning of the names of vLLM's counters.
 
 @dataclass(frozen=True, kw_only=True)
 class Counted:
-    """A server's counters, or their growth."""
+    """A server's counters, or the differences between two readings."""
 
     queries: float
-    """Prompt tokens looked for in the prefix cache."""
+    """Number of prompt tokens looked up in the prefix cache."""
     hits: float
     drafts: float
     accepted: float
-    """Draft tokens, looked up or by the head."""
+    """Number of accepted draft tokens, from lookups and from the head."""
     by_head: float
 
     def since(self, before: Counted) -> Counted:
@@ -51,30 +51,30 @@ class Counted:
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A measurement of one server."""
+    """The measurement of one server over a block of sessions."""
 
     tokens_s: float
     first_s: float
     """Median time to the first token."""
     decoding: float
-    """Median over the answers of tokens/s after the first token."""
+    """Median over the answers of the tokens/s after the first token."""
 
 
 @dataclass(kw_only=True)
 class Beside:
-    """Two servers, and the settings to measure them in turn."""
+    """Two servers, and the settings with which to measure them in turn."""
 
     plain: str
     up: str
     """Their addresses."""
     resting: Callable[[], AbstractContextManager[None]]
-    """In this context the learner computes nothing, as if it were not there."""
+    """Context in which the learner computes nothing, as if it were not running."""
     count_head: Callable[[], Awaitable[float]]
-    """The number of the head's tokens that were accepted since its version is served."""
+    """Count the head's tokens that were accepted since its current version was first served."""
     failures: list[str] = field(default_factory=list)
 
     async def compare(self, workload: Workload, pairs: int) -> dict[str, Any]:
-        """`never_slower.NAME` of a report.
+        """Measure `never_slower.NAME` of a report.
 
         Raises:
             ValueError: the workload has too few sessions.
@@ -104,7 +104,7 @@ class Beside:
     async def _measure(
         self, url: str, workload: Workload, sessions: Sequence[Session]
     ) -> Block | None:
-        """Measure a block; None if a request failed, because then its pair says nothing."""
+        """Measure a block; None if a request failed, because then its pair cannot be compared."""
         failed = len(self.failures)
         with self.resting() if url == self.plain else nullcontext():
             await asyncio.sleep(IDLE_S)  # the previous server's worker is still spinning
@@ -171,13 +171,13 @@ class Beside:
 
 
 def find_first(answer: Answer) -> tuple[float, int]:
-    """Seconds until the first token, and the number of tokens that came then."""
+    """Return the seconds until the first token, and the number of tokens that arrived with it."""
     at = next(place for place, count in enumerate(answer.counts) if count)
     return answer.times_s[at] - answer.times_s[0], answer.counts[at]
 
 
 def summarise(pairs: Sequence[tuple[Block, Block]]) -> dict[str, Any]:
-    """Ratios of a server's blocks to the plain one's, their medians with 95% intervals."""
+    """Return the ratios of a server's blocks to the plain one's, and medians with 95% intervals."""
     found: dict[str, Any] = {}
     for key, name in (("tokens_s", "tokens_s"), ("first_token", "first_s"), ("decoding",) * 2):
         ratios = [
@@ -190,7 +190,7 @@ def summarise(pairs: Sequence[tuple[Block, Block]]) -> dict[str, Any]:
 
 
 def estimate_ratio(ratios: Sequence[float]) -> dict[str, Any]:
-    """The median, with its 95% interval if there are enough ratios for one."""
+    """Return the median, with its 95% interval if there are enough ratios for one."""
     if not ratios:
         return {"ratio": None, "interval": None, "pairs": 0}
     ratio, interval = median_interval(ratios)

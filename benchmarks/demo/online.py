@@ -1,4 +1,4 @@
-"""The online learner on two real servers: the traffic moves to a new domain, and the draft adapts.
+"""The online learner on two real servers: the traffic moves to a new domain, the draft adapts.
 
     $ make demo-online                                    # at most 20 minutes on two cores: outputs/demo-online/
     $ python -m benchmarks.demo.online --overwrite --distil-steps 40 --records-b 200 --overhead-pairs 2
@@ -6,16 +6,17 @@
     $ python -m benchmarks.demo.online --preset v2           # vLLM's V2 model runner, by Triton's interpreter on a CPU
 
 The traffic has two domains, A and B. A draft distilled on A is served to 8 streaming clients, who
-ask about A and later about B. The learner captures, trains, evaluates, publishes and swaps, on the
-defaults of learner.toml but for the few settings in `forced_settings`. Then a poisoned draft is
-offered to the gate, and a useless one is forced past it. Everything is measured in the engine, and
-no request may fail. At the end the training is replayed offline with several seeds, and compared
-with a ceiling: the same draft, trained for as many steps on the recorded answers to B alone. One server
-swaps between the first and the adapted draft, round by round, to measure the difference in speed.
+ask about A and later about B. The learner captures, trains, evaluates, publishes and swaps, with
+the defaults of learner.toml except for the few settings in `forced_settings`. Then a poisoned draft
+is offered to the gate, and a useless one is forced past it. Everything is measured in the engine,
+and no request may fail. At the end the training is replayed offline with several seeds, and
+compared with a ceiling, i.e. the same draft trained for as many steps only on the recorded answers
+to B. One server swaps between the first and the adapted draft, round by round, to measure the
+difference in speed.
 
-The small target, the default, writes code and then prose. A real model answers questions about
-documentation, and then completes functions; prompts of HumanEval, on which nothing trains, measure
-that (`make_scene`).
+The small target, which is the default, writes code and then prose. A real model answers questions
+about documentation, and then completes functions; the latter is measured on the prompts of
+HumanEval, which are never trained on (`make_scene`).
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def draw_charts(report: Mapping[str, Any]) -> dict[str, Any]:
 
 def main(cfg: Config) -> None:
     began_s = time.perf_counter()
-    # Before any work, because V2 may not run on this machine.
+    # Checked before any work, because V2 may not run on this machine.
     if "TRITON_INTERPRET" in runner_environment(cfg.runner):
         print(INTERPRETED)
     day, scene = choose_day(), make_scene(cfg)
@@ -130,14 +131,14 @@ async def play(cfg: Config, stage: Stage) -> dict[str, Any]:
         first = [await read_status(stage, server) for server in servers]
         report["runner"] = first[0]["runner"]
 
-        # 1. before: the draft was trained on A only
+        # 1. Before: the draft was trained on A only.
         before = await measure_domains(cfg, stage, servers)
         print(
             f"tau of the draft trained on {a}: {read_tau(before[a]):.2f} on {a}, "
             f"{read_tau(before[b]):.2f} on {b}"
         )
 
-        # 2. the traffic moves from A to B, and the learner follows
+        # 2. The traffic moves from A to B, and the learner follows.
         async with learner(stage, servers) as cfg_learner, traffic.flowing():
             await wait(cfg.traffic_a_s, f"traffic of {a}")
             traffic.domain, shifted_s = b, time.time()
@@ -149,14 +150,14 @@ async def play(cfg: Config, stage: Stage) -> dict[str, Any]:
                 return int(served.get("records", 0)) - records_at_shift >= cfg.records_b
 
             await wait(cfg.traffic_b_s, f"traffic of {b}", is_learned)
-            # 3. two drafts that must not be served
+            # 3. Two drafts that must not be served.
             report["bad_candidate"] = await offer_poison(cfg_learner, stage)
             report["bad_draft"] = await force_useless(cfg_learner, stage)
         journal = Journal(stage.folder / "learner" / "journal").read().entries
         report |= summarise_traffic(traffic, journal)
         report["delays"] = account(journal)
 
-        # 4. after: the served version, every version before it, and the ceiling
+        # 4. After: the served version, every version before it, and the ceiling.
         after = await measure_domains(cfg, stage, servers)
         moments = {
             "a_before": before[a],
@@ -179,9 +180,9 @@ async def play(cfg: Config, stage: Stage) -> dict[str, Any]:
         report["records_to_adapt"] = count_records_to_adapt(report)
         report["minutes_to_adapt"] = count_minutes_to_adapt(report)
 
-        # 5. the speed, and the cost of capture
+        # 5. The speed, and the cost of capture.
         report["speed"] = await compare_speed(cfg, stage, servers[0])
-        # No swap may have changed the target's weights by a bit.
+        # No swap may have changed a single bit of the target's weights.
         last = [await read_status(stage, server) for server in servers]
         report["swap"]["target_checksum_equal"] = list(map(read_checksum, last)) == list(
             map(read_checksum, first)
@@ -216,16 +217,16 @@ async def wait(seconds: float, title: str, is_enough: Callable[[], bool] = lambd
 
 
 def read_provenance(registry: Registry, version: str) -> dict[str, Any]:
-    """The provenance of a version.
+    """Read the provenance of a version.
 
-    If the learner made it, `records` counts the records trained on by then.
+    If the learner made the version, `records` is the number of records trained on by then.
     """
     provenance: dict[str, Any] = json.loads((registry.path(version) / PROVENANCE).read_text())
     return provenance
 
 
 def count_trained_records(cfg: LearnerConfig) -> int:
-    """The number of records the learner has trained on by now."""
+    """Return the number of records that the learner has trained on so far."""
     seen = [
         e.records_seen
         for e in Journal(cfg.folder / "journal").read().entries
@@ -237,7 +238,7 @@ def count_trained_records(cfg: LearnerConfig) -> int:
 async def measure_domains(
     cfg: Config, stage: Stage, servers: Sequence[Server]
 ) -> dict[str, Measurement]:
-    """The engine's measurement on each domain's test prompts, one domain per server."""
+    """Measure each domain's test prompts in the engine, one domain per server."""
     domains = stage.scene.domains
     measured = await asyncio.gather(
         *(
@@ -312,16 +313,16 @@ def add_noise(draft: Path, folder: Path, noise: float) -> None:
                 * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
             )
     model.export(folder, like=draft)
-    # A server refuses a draft with another configuration than it was started with.
+    # A server refuses a draft with a config other than the one it was started with.
     shutil.copy(draft / "config.json", folder)
 
 
 async def measure_versions(
     cfg: Config, stage: Stage, servers: Sequence[Server], records_at_shift: int
 ) -> list[dict[str, Any]]:
-    """For every version that was current, and for the ceiling.
+    """Measure every version that was current, and the ceiling.
 
-    Tau on B's test prompts, and records of B trained on.
+    The results are tau on B's test prompts, and the number of records of B trained on.
     """
     registry = stage.registry
     offline = registry.publish(
@@ -333,8 +334,8 @@ async def measure_versions(
     promoted, b = registry.promoted(), stage.scene.domains[1]
     rows = []
     async with connected({server.url: stage.token for server in servers}) as fleet:
-        # Two versions at a time, one on each server. Of an odd number, the last leaves the second
-        # server idle.
+        # Measure two versions at a time, one on each server. With an odd number of versions, the
+        # last one leaves the second server idle.
         for first in range(0, len(promoted) + 1, 2):
             pair = [*promoted, offline][first : first + 2]
             await asyncio.gather(
@@ -372,9 +373,9 @@ def replay(cfg: Config, stage: Stage) -> dict[str, Any]:
 
 
 def copy_draft(draft: Path, like: Path, folder: Path) -> None:
-    """Copy the draft's files, but config.json from `like`.
+    """Copy the draft's files, except for config.json, which comes from `like`.
 
-    Servers refuse a draft with another configuration.
+    Servers refuse a draft with a different config.
     """
     for path in draft.iterdir():
         shutil.copy(path, folder)
@@ -382,9 +383,9 @@ def copy_draft(draft: Path, like: Path, folder: Path) -> None:
 
 
 async def compare_speed(cfg: Config, stage: Stage, server: Server) -> dict[str, Any]:
-    """`estimate_speed` of the adapted draft over the first one.
+    """Return `estimate_speed` of the adapted draft over the first draft.
 
-    In every round, the server swaps to each of them.
+    In every round, the server swaps to each of the two.
     """
     versions = {"before": FIRST, "adapted": stage.registry.current() or FIRST}
     runs: dict[str, list[Measurement]] = {name: [] for name in versions}
@@ -395,7 +396,7 @@ async def compare_speed(cfg: Config, stage: Stage, server: Server) -> dict[str, 
                 prompts[(number * cfg.speed_prompts + i) % len(prompts)]
                 for i in range(cfg.speed_prompts)
             ]
-            # Each is first in turn, so that a drift of the machine's speed favours neither.
+            # Each draft is first in turn, so that a drift of the machine's speed favours neither.
             for name in sorted(versions, reverse=bool(number % 2)):
                 await swapped.swap(versions[name])
                 runs[name].append(await measure_server(cfg, server, some))
@@ -412,7 +413,7 @@ async def compare_speed(cfg: Config, stage: Stage, server: Server) -> dict[str, 
 async def measure_capture_overhead(
     cfg: Config, stage: Stage, servers: Sequence[Server]
 ) -> dict[str, Any]:
-    """1 - (tokens/s with capture) / (tokens/s without) of one server under load.
+    """Measure 1 - (tokens/s with capture) / (tokens/s without) for one server under load.
 
     Both are medians over interleaved rounds.
     """
@@ -446,7 +447,7 @@ def read_checksum(status: Mapping[str, Any]) -> str:
 def check_outputs(
     cfg: Config, stage: Stage, answers: Sequence[Answer], runs: Sequence[Measurement]
 ) -> dict[str, Any]:
-    """`compare_with_target` of what clients and measurements received."""
+    """Run `compare_with_target` on the answers that clients and measurements received."""
     texts: list[Text] = [(answer.prompt.token_ids, answer.token_ids) for answer in answers]
     for run in runs:
         pairs = zip(run.prompts, run.outputs, strict=True)

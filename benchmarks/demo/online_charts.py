@@ -10,13 +10,13 @@ import altair as alt
 from redraft.eval.report.charts import PANEL_HEIGHT, Spec, to_spec
 
 OUTCOMES = {"swapped": "swapped in", "rolled_back": "rolled back"}
-"""The outcomes of a swap shown in the chart, with the names they have in the legend."""
+"""The outcomes of a swap shown in the chart, with their names in the legend."""
 
 TAU = "tokens per target step"
 
 
 def build_charts(report: Mapping[str, Any]) -> dict[str, Spec]:
-    """The online demo's charts, by element id on the page."""
+    """Build the online demo's charts, by element id on the page."""
     learned = [row for row in report["versions"] if row["origin"] in ("offline on A", "learned")]
     # The first version has been served since the traffic changed.
     served = [
@@ -36,7 +36,7 @@ def build_charts(report: Mapping[str, Any]) -> dict[str, Spec]:
 
 
 def _live(timeline: Mapping[str, Any]) -> alt.LayerChart:
-    """Acceptance of each server over time, smoothed, with a vertical line at every swap."""
+    """Draw each server's acceptance over time, smoothed, with a vertical line at every swap."""
     accepted = (
         alt.Chart(alt.Data(values=timeline["acceptance"]))
         .transform_window(smooth="mean(tau)", frame=[-3, 3], groupby=["server"])

@@ -15,7 +15,7 @@ SMALL = Path("tests/assets/tiny-target")
 """The small target, which was trained on the standard library only."""
 
 SMOLLM2 = Path("smollm2")
-"""The word for SmolLM2-135M-Instruct."""
+"""The name that stands for SmolLM2-135M-Instruct in --target."""
 
 MAX_MODEL_LEN = 512
 """Maximum length of the servers' texts, in tokens."""
@@ -24,18 +24,18 @@ MAX_MODEL_LEN = 512
 @dataclass(frozen=True, kw_only=True)
 class Config:
     target: Path = SMALL
-    """Folder of the target, or the word `smollm2` for SmolLM2-135M-Instruct, from the hub, or from
-    a wheel on PyPI if the hub cannot be reached. The small target is asked about functions, and
-    then about documentation; any other target is asked about documentation first, and then to complete
-    functions.
+    """Folder of the target, or the word `smollm2` for SmolLM2-135M-Instruct, which is downloaded
+    from the hub, or from a wheel on PyPI if the hub cannot be reached. The small target is asked
+    about functions, and then about documentation; any other target is asked about documentation
+    first, and then to complete functions.
     """
     target_dtype: TargetDtype | None = None
-    """Type in which the target computes, here and in the servers. By default bfloat16 if the target
-    is stored so and this machine computes in it; for the small target float32.
+    """Dtype in which the target computes, in this process and in the servers. By default, bfloat16
+    if the target is stored in it and this machine computes in it, and float32 for the small target.
     """
     runner: Runner | None = None
-    """vLLM's model runner; by default vLLM chooses. On a CPU, v2 runs in Triton's interpreter, for
-    correctness and not for speed: --preset v2 has sizes for that.
+    """vLLM's model runner; by default vLLM chooses. On a CPU, v2 runs in Triton's interpreter,
+    which shows correctness but not speed; --preset v2 has suitable sizes.
     """
     parts: Path = Path("outputs/parts")
     """Folder of the downloaded model and prompts, kept for later runs. The small target needs none.
@@ -61,8 +61,8 @@ class Config:
     clients: int = 8
     """Number of streaming clients."""
     pause_s: float = 1.0
-    """Pause of a client between two answers, in seconds. It leaves the learner about one of two
-    cores.
+    """Pause of a client between two answers, in seconds. The pauses leave the learner about one of
+    two cores.
     """
     max_tokens: int = 96
     """Maximum length of an answer, in tokens."""
@@ -77,24 +77,26 @@ class Config:
     traffic_b_s: float = 540
     """Maximum duration of the traffic of B, in seconds."""
     min_drafts: int = 400
-    """Drafts that canary and other server must have made before they are first compared."""
+    """Number of drafts that the canary and the control server must have made before they are first
+    compared.
+    """
     window_s: float = 60
     """Maximum duration of that comparison, in seconds."""
     max_loss: float = 0.2
-    """Loss of tau that the canary may have. It must be less than a useless draft loses."""
+    """Maximum loss in tau of the canary. It must be smaller than the loss of a useless draft."""
     overhead_pairs: int = 16
     """Number of rounds that measure the cost of capture, each with all, a tenth and none of the
     requests captured. Many short rounds are best, because the speed of a shared machine changes
     within seconds.
     """
     overhead_prompts: int = 20
-    """Requests per measurement of the cost of capture."""
+    """Number of requests per measurement of the cost of capture."""
     speed_rounds: int = 6
-    """Number of rounds that compare the speed with the first and with the adapted draft: at least
-    6, for an interval.
+    """Number of rounds that compare the speed of the first and of the adapted draft: at least 6,
+    for an interval.
     """
     speed_prompts: int = 4
-    """Prompts of B in such a round, for each of the two drafts."""
+    """Number of prompts of B in such a round, for each of the two drafts."""
 
     def __post_init__(self) -> None:
         if self.speed_rounds < 6:
@@ -110,7 +112,7 @@ class Config:
 
 
 PRESETS = {
-    # For two cores: fewer and shorter answers, and a short training before.
+    # Sizes for two cores: fewer and shorter answers, and a short training run before.
     "smollm2": Config(
         target=SMOLLM2,
         output=Path("outputs/demo-online-smollm2"),
@@ -124,7 +126,8 @@ PRESETS = {
         records_b=200,
         traffic_b_s=420,
         window_s=90,
-        # A draft from a short training has a low tau: a useless one loses less than 0.2 against it.
+        # A draft from a short training run has a low tau, so a useless draft loses less than 0.2
+        # against it.
         max_loss=0.1,
         overhead_pairs=1,
         overhead_prompts=4,
@@ -148,7 +151,7 @@ PRESETS = {
 
 
 def forced_settings(cfg: Config) -> dict[str, tuple[Any, str]]:
-    """The learner's settings that are not the defaults, each with the reason."""
+    """Return the learner's settings that differ from the defaults, each with the reason."""
     slow = "a server on one core verifies some two dozen drafts a second"
     cores = "the learner shares two cores with two servers"
     return {
@@ -170,9 +173,9 @@ def forced_settings(cfg: Config) -> dict[str, tuple[Any, str]]:
 
 
 def describe_settings(forced: Mapping[str, tuple[Any, str]]) -> list[dict[str, Any]]:
-    """A row for every forced setting: name, default, value and reason.
+    """Return a row for every forced setting: name, default, value and reason.
 
-    All others are the defaults.
+    All other settings have their defaults.
     """
     defaults = asdict(
         LearnerConfig(target=Path("target"), registry=Path("drafts"), spool=Path("spool"))
@@ -183,5 +186,5 @@ def describe_settings(forced: Mapping[str, tuple[Any, str]]) -> list[dict[str, A
         rows.append(
             {"setting": name, "default": defaults[table][key], "value": value, "reason": reason}
         )
-    # A value may be the default: the faster precision, or a loss that an option gives.
+    # A value may equal the default, e.g. the faster precision, or a loss that an option sets.
     return [row for row in rows if row["value"] != row["default"]]

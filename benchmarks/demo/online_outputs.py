@@ -1,9 +1,9 @@
 """Compare the tokens that clients received with the target's greedy ones.
 
-In float32 they are the same except for ties. In 16 bits, rounding chooses between more tokens, with
-or without a draft. So the target alone, computed here in its type, is compared with itself in
-float32 on the same texts. The engine has other kernels and batches and rounds differently, so an
-answer may be off by up to twice the widest of these gaps.
+In float32, they are the same except for ties. In 16 bits, rounding decides between more tokens,
+with or without a draft. So the target alone, computed here in its dtype, is compared with the
+target in float32 on the same texts. The engine has other kernels and batches and rounds
+differently, so an answer may be off by up to twice the widest of these gaps.
 
 T = tokens of an answer, V = vocabulary.
 """
@@ -32,17 +32,17 @@ def spread(texts: Sequence[Text], most: int) -> Sequence[Text]:
 def compare_with_target(texts: Sequence[Text], target: Any, exact: Any) -> dict[str, Any]:
     """Count the answers with a token other than the best one of `exact`.
 
-    `exact` is the target in float32. The widest gap in logits is reported too, and both also for
-    `target_alone`: the tokens that `target`, the same model in the type it is served in, prefers
-    after the same words. If `exact` is `target`, there is nothing to compare, and the counts of
-    `target_alone` are 0. `tie_gap` is the widest gap that counts as rounding, and `lossless` is
-    true if all gaps are within it.
+    `exact` is the target in float32. The widest gap in logits is reported too. Both are also
+    reported for `target_alone`, i.e. for the tokens that `target`, the same model in the dtype in
+    which it is served, prefers after the same text. If `exact` is `target`, there is nothing to
+    compare, and the counts of `target_alone` are 0. `tie_gap` is the widest gap that counts as
+    rounding, and `lossless` is true if all gaps are within it.
     """
     gaps, alone = [0.0], [0.0]
     for prompt, answer in Progress(texts, desc="lossless", unit="answer"):
         ids = torch.tensor([[*prompt, *answer]])
-        # Row t predicts token t + 1: the answer is predicted from the last token of the prompt to
-        # the last but one.
+        # Row t predicts token t + 1, so the answer is predicted by the rows from the last token of
+        # the prompt to the second to last token.
         rows = slice(len(prompt) - 1, -1)
         logits_TV = exact(input_ids=ids).logits[0, rows]
         gaps.append(widest_gap(logits_TV, torch.tensor(answer)))

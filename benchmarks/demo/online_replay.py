@@ -1,8 +1,8 @@
 """The learner's training replayed offline on the captured records.
 
-It is repeated with several seeds, and a fair ceiling is measured beside it.
+The training is repeated with several seeds, and a fair ceiling is measured as well.
 
-    learned   the records in order of arrival with replayed ones, as the learner trained, without gate and rollout
+    learned   the records in order of arrival with replayed ones, but without gate and rollout
     ceiling   as many steps of as many records, all of the new domain and drawn at random from everything captured
 
 Both begin at the first version and are judged by the forecast on test prompts. A seed changes which
@@ -74,9 +74,9 @@ class Replayer:
     def run(
         self, num_records: int, domain: str, seeds: Sequence[int], ceiling: Path
     ) -> dict[str, Any]:
-        """The share of the gap closed by training on the first `num_records`.
+        """Return the share of the gap that training on the first `num_records` closes.
 
-        The first ceiling goes to `ceiling`.
+        The first ceiling is written to `ceiling`.
         """
         stored = self.buffer.fresh(0, 1_000_000)
         of_domain = [one.record for one in stored if one.record.domain == domain]
@@ -94,8 +94,8 @@ class Replayer:
                 ):
                     self.candidate.begin(self.first)
                     for step, records in enumerate(batches):
-                        # The same form as the learner's seeds (`Trainer.step`). No run has a
-                        # million steps, so two seeds never meet.
+                        # This has the same form as the learner's seeds (`Trainer.step`). No run has
+                        # a million steps, so no two seeds are equal.
                         self.candidate.step(records, seed * 1_000_003 + step)
                         bar.update()
                     folder = Path(scratch) / f"{name}-{seed}"
@@ -134,7 +134,7 @@ class Replayer:
     def _at_random(
         self, records: Sequence[Record], steps: int, seed: int
     ) -> Iterator[list[Record]]:
-        """Yield as many random records for every step as the learner's steps have."""
+        """Yield, for every step, as many random records as the learner's step had."""
         rng = np.random.default_rng(seed)
         count = min(
             len(records), self.cfg.training.fresh_per_step + self.cfg.training.replay_per_step

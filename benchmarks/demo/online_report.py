@@ -17,14 +17,14 @@ Array = NDArray[np.float64]
 
 
 def summarise_traffic(traffic: Traffic, journal: Sequence[Entry]) -> dict[str, Any]:
-    """Failed requests, and the longest waits for a streamed chunk.
+    """Summarise failed requests and the longest waits for a streamed chunk.
 
-    Around each swap, and in an equal time before it.
+    The waits are those around each swap, and in a period of equal length before it.
     """
     swaps = [
         e for e in journal if isinstance(e, SwapEntry) and e.outcome in ("swapped", "rolled_back")
     ]
-    # the journal has wall-clock times, but the traffic has monotonic ones
+    # The journal has wall-clock times, but the traffic has monotonic times.
     monotonic = time.monotonic() - time.time()
     around, before = [], []
     for swap in swaps:
@@ -32,7 +32,7 @@ def summarise_traffic(traffic: Traffic, journal: Sequence[Entry]) -> dict[str, A
         begin_s = swap.time_s + monotonic - (swap.duration_ms or 0) / 1e3 - 0.5
         end_s = swap.time_s + monotonic + 1.5
         around.append(traffic.longest_gap_ms(swap.server, begin_s, end_s))
-        # The same length of time, right before: (begin - (end - begin), begin].
+        # The period of the same length right before: (begin - (end - begin), begin].
         before.append(traffic.longest_gap_ms(swap.server, 2 * begin_s - end_s, begin_s))
     first_s = next(
         (e.time_s for e in journal if isinstance(e, GateEntry) and e.gain is not None), None
@@ -54,7 +54,7 @@ def summarise_traffic(traffic: Traffic, journal: Sequence[Entry]) -> dict[str, A
 
 
 def count_records_to_adapt(report: dict[str, Any]) -> int | None:
-    """Count the records of B in the training of the first version to close 70% of the gap.
+    """Count the records of B that the first version to close 70% of the gap was trained on.
 
     None if no version closed it.
     """
@@ -65,11 +65,11 @@ def count_records_to_adapt(report: dict[str, Any]) -> int | None:
 
 
 ENOUGH = 0.9
-"""Share of the offline draft's tau that is to be reached soon after a shift."""
+"""Share of the offline draft's tau that should be reached soon after a shift."""
 
 
 def find_minutes(journal: Sequence[Entry], shifted_s: float) -> dict[str, float]:
-    """Minutes from the shift to the first swap to each version."""
+    """Return the minutes from the shift to the first swap to each version."""
     minutes: dict[str, float] = {}
     for entry in journal:
         if isinstance(entry, SwapEntry) and entry.outcome == "swapped":
@@ -92,7 +92,7 @@ def count_minutes_to_adapt(report: dict[str, Any]) -> float | None:
 
 
 def build_timeline(journal: Sequence[Entry], shifted_s: float) -> dict[str, Any]:
-    """Acceptance and swaps for the page's chart; `s` is in seconds since the traffic changed."""
+    """Collect acceptance and swaps for the page's chart; `s` is seconds since the traffic changed."""
     acceptance: list[dict[str, Any]] = []
     swaps: list[dict[str, Any]] = []
     for entry in journal:
@@ -141,7 +141,7 @@ def estimate_speed(rates: Mapping[str, Sequence[float]]) -> dict[str, Any]:
 
 
 def describe_speed(speed: Mapping[str, Any]) -> str:
-    """The ratio in words, with its interval."""
+    """Describe the ratio in words, with its interval."""
     low, high = speed["interval"]
     return (
         f"{speed['adapted_over_before']:.2f}x the tokens/s of the first draft (95% interval "
@@ -150,7 +150,7 @@ def describe_speed(speed: Mapping[str, Any]) -> str:
 
 
 def describe_outputs(outputs: Mapping[str, Any], dtype: str) -> str:
-    """How far the answers are from the target's greedy tokens, in words."""
+    """Describe in words how far the answers are from the target's greedy tokens."""
     if dtype == "float32":
         return f"lossless: {outputs['lossless']}"
     alone = outputs["target_alone"]
@@ -180,8 +180,8 @@ def estimate_share(before_N2: Array, learned_SN2: Array, ceiling_SN2: Array) -> 
     if not (ceiling_S > _tau(before_N2)).all():
         return report
     num_seeds, num_prompts = len(learned_SN2), len(before_N2)
-    # The jackknife over prompts: the mean share without each of them. Axis -2 is N in [N, 2] and in
-    # [S, N, 2].
+    # The jackknife over prompts is the mean share without each prompt in turn. Axis -2 is N in [N,
+    # 2] and in [S, N, 2].
     left_out_N = np.array(
         [
             _share_by_seed(
@@ -195,7 +195,7 @@ def estimate_share(before_N2: Array, learned_SN2: Array, ceiling_SN2: Array) -> 
     )
     # A single seed shows no spread: the error is infinite, and no interval is reported.
     seed_error = share_S.std(ddof=1) / np.sqrt(num_seeds) if num_seeds > 1 else np.inf
-    # Seeds and prompts vary independently, so their errors add up like those of a difference.
+    # Seeds and prompts vary independently, so their errors add up in squares.
     share = subtract_independent(
         Estimate(float(share_S.mean()), float(seed_error), max(1.0, num_seeds - 1.0)),
         Estimate(0.0, float(prompt_error), max(1.0, num_prompts - 1.0)),
@@ -226,7 +226,7 @@ def _tau(counts_N2: Array) -> float:
 
 
 def describe_gap(gap: Mapping[str, Any]) -> str:
-    """The share of the gap closed, in words."""
+    """Describe the share of the gap closed, in words."""
     if gap["share"] is None:
         return "no gap to close"
     seeds = len(gap["seeds"])
@@ -240,7 +240,7 @@ def describe_gap(gap: Mapping[str, Any]) -> str:
 
 
 def summarise_report(report: dict[str, Any]) -> str:
-    """The lines printed at the end of the demo."""
+    """Return the lines printed at the end of the demo."""
     tau, (a, b) = report["tau"], report["domains"]
     capture, adapted = report["capture"], report["records_to_adapt"]
     when = "never" if adapted is None else f"after {adapted} records"

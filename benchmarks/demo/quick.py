@@ -1,17 +1,17 @@
-"""A real model answers faster, within five minutes on two CPU cores: counted answers beside vLLM.
+"""Show in five minutes on two CPU cores that counted answers make a real model faster.
 
 $ make demo-quick
 $ python -m benchmarks.demo.quick
 
     SmolLM2-135M-Instruct and HumanEval, from the hub or PyPI
-        ─► its 4,000 answers in the repository, counted
+        ─► the model's 4,000 answers in the repository, counted
         ─► two servers, plain vLLM and vLLM with the counts, compiled as vLLM starts by default
         ─► six interleaved rounds of two questions each, one request at a time
         ─► the ratio of tokens/s, its interval, and the outputs that differ
 
-These are the questions that `make demo` confirms its drafts on at one request, and the same rounds.
-`make demo` also chooses the faster mode of vLLM, trains a head, and measures eight requests: its
-figures are those to quote.
+The questions and rounds are those with which `make demo` confirms its drafts at one request. `make
+demo` also chooses the faster mode of vLLM, trains a head, and measures eight requests; quote its
+figures.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main(cfg: QuickConfig) -> None:
     (counted,) = (
         each for each in make_lookups(prepare(bench, target, questions)) if each.name == RETRIEVAL
     )
-    print("start plain vLLM and vLLM with counted answers", flush=True)
+    print("starting plain vLLM and vLLM with counted answers", flush=True)
     results = measure_servers(
         target.name,
         {PLAIN: None, RETRIEVAL: counted.speculative_config},
@@ -73,7 +73,7 @@ def main(cfg: QuickConfig) -> None:
 
 
 def make_settings(output: Path) -> BenchConfig:
-    """The settings of `make demo` at one request, without a training."""
+    """Return the settings of `make demo` at one request, without a training run."""
     return BenchConfig(**{**vars(SMOLLM2), "concurrency": (LOAD,), "output": output})
 
 
@@ -96,7 +96,7 @@ def report(
 def describe(
     rows: dict[str, Compared], lossless: LosslessReport, duration_s: float
 ) -> Iterator[str]:
-    """The answer in lines of at most 60 characters."""
+    """Describe the answer in lines of at most 60 characters."""
     for name, title in ((PLAIN, "plain vLLM"), (RETRIEVAL, "counted answers")):
         row = rows[name]
         yield f"{title + ':':<17}{row.tokens_per_s:6.1f} tokens/s, {row.tau:.2f} tokens per step"

@@ -1,4 +1,4 @@
-"""A target that moves: is it enough to adapt a draft once, or does it pay to keep learning?
+"""Measure whether a draft for a target whose weights change should keep learning, or adapt once.
 
     $ make demo-rl                                   # 100 updates of the small target: outputs/demo-rl/
     $ make demo-rl RL=--resume                       # continue after a kill
@@ -6,11 +6,11 @@
 
 TRL's GRPO trains the small target on answers of a real server with a draft, capture and learner
 (recipes/rl_grpo.py). Each update is pushed into the server, whose clients do not notice. Three
-drafts are compared on the rollouts of each update: one that stays as it was, one that was trained
-on answers of the first policy, and the learner's, which begins as the second. No question is asked
-twice, so no draft has seen an answer. Records and forecasts are of the policy that they name, whose
-weights are kept to check the names. At the end the server takes targets alone and with a draft, in
-turns, and a fine-tune of the target shows how many labels an old draft saves.
+drafts are compared on the rollouts of each update: an unchanged draft, a draft trained on answers
+of the first policy, and the learner's draft, which starts from the second. No question is asked
+twice, so no draft has seen an answer. Each record names its policy, whose weights are kept to check
+the names. At the end, targets are pushed into the server alone and with a draft, in turn, and a
+fine-tune of the target shows how many labels an old draft saves.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ from redraft.recipes import rl_grpo
 from redraft.recipes.cli.run import run_recipe
 
 QUESTIONS, GENERATIONS, MAX_TOKENS = 8, 4, 64
-"""Questions of an update, answers to each, and their maximum length in tokens."""
+"""Number of questions per update, number of answers to each, and their maximum length in tokens."""
 TEMPLATE = Path(__file__).parent / "templates" / "rl.html.j2"
 DRAIN_S = 600.0
 """Deadline for the learner to store the last records."""
@@ -79,7 +79,7 @@ DRAIN_S = 600.0
 @dataclass(frozen=True, kw_only=True)
 class Config:
     target: Path = SMALL
-    """Folder of the target. Its first draft is the neighbouring folder tiny-eagle3."""
+    """Folder of the target. Its first draft is in the folder tiny-eagle3 next to it."""
     output: Path = Path("outputs/demo-rl")
     """Folder for the report, the policies and the logs."""
     overwrite: bool = False
@@ -87,7 +87,8 @@ class Config:
     resume: bool = False
     """Continue the demo in `output`."""
     updates: int = 100
-    """Updates of the policy. With fewer, all other trainings are shorter too."""
+    """Number of updates of the policy. With fewer updates, all other training runs are shorter too.
+    """
 
     def scale(self, count: int, least: int) -> int:
         return max(least, round(count * self.updates / 100))
@@ -104,7 +105,8 @@ def main(cfg: Config) -> None:
         return compute_once(play.folder / "kept", name, settings, kind, compute)
 
     play.prepare()
-    # First: in a process in which TRL has trained, `accelerate` changes the precision no more.
+    # This comes first: once TRL has trained in a process, `accelerate` no longer changes the
+    # precision.
     report["adapt"] = once("adapt", dict[str, Any], play.adapt)
     moved = once("moved", dict[str, Any], lambda: asyncio.run(play.run()))
     judged = once("judged", list[Judged], play.judge)
@@ -126,7 +128,7 @@ def main(cfg: Config) -> None:
 
 
 class Play:
-    """The training, its server and its learner."""
+    """The training run with its server and its learner."""
 
     def __init__(self, cfg: Config, day: datetime.date) -> None:
         self.cfg, self.day, self.folder = cfg, day, cfg.output.absolute()
@@ -136,7 +138,7 @@ class Play:
 
     @cached_property
     def conversations(self) -> tuple[ByDomain, ByDomain]:
-        """Those to ask, and others."""
+        """Return the conversations to ask about, and the held-out ones."""
         return split_stdlib()
 
     @property
@@ -149,7 +151,7 @@ class Play:
         return {row["update"]: row for row in sorted(rows, key=lambda row: row["update"])}
 
     def prepare(self) -> None:
-        """Adapt the draft once, and write the questions. Nothing is done twice."""
+        """Adapt the draft once, and write the questions. Finished parts are not repeated."""
         for folder in (self.policies, self.weights, self.folder / "spool"):
             folder.mkdir(mode=0o700, exist_ok=True)
         if (self.folder / "token").exists():
@@ -178,7 +180,7 @@ class Play:
         write_token(self.folder / "token")
 
     def configure(self, servers: list[str]) -> LearnerConfig:
-        """Write learner.toml. All settings that are missing are the defaults."""
+        """Write learner.toml. Settings that are not written have their defaults."""
         settings: dict[str, Any] = {
             "target": str(self.target.folder), "registry": "drafts", "spool": "spool", "folder": "learner",
             "keep_versions": 1000, "draft.family": "eagle3", "draft.initial": "once", "fleet.servers": servers,
@@ -196,7 +198,7 @@ class Play:
     async def run(self) -> dict[str, Any]:
         """Train the policy, then push targets with and without drafts.
 
-        Returns the numbers of the pushes.
+        Returns the measurements of the pushes.
         """
         config = self.configure([])
         provide_first_version(config, Registry(config.registry), self.target)
@@ -210,7 +212,7 @@ class Play:
         )  # fmt: skip
         with server as serving:
             await serving.ready()
-            # An unrelated client, which no push may disturb. It is not recorded.
+            # An unrelated client that no push may disturb. It is not recorded.
             prompts = {"code": itertools.cycle(self.ask(self.conversations[1]["code"], 100))}
             traffic = Traffic(
                 [serving.url], prompts, clients=1, max_tokens=MAX_TOKENS, pause_s=1, captured=False
@@ -230,13 +232,13 @@ class Play:
         }
 
     def train(self, url: str) -> None:
-        """Train the policy from the newest whole checkpoint on, and note each update."""
+        """Train the policy from the newest complete checkpoint on, and record each update."""
         from transformers import TrainerCallback
 
         end_ids, updates = set(self.target.end_ids), self.cfg.updates
 
         def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-            """Answers that end and do not repeat themselves."""
+            """Reward answers that end and do not repeat themselves."""
             return [(ids[-1] in end_ids) - repeated_share(ids) for ids in completion_ids]
 
         trainer = rl_grpo.make_trainer(
@@ -295,7 +297,8 @@ class Play:
 
         client.update_named_params, client.generate = push_and_keep, generate_and_time
         trainer.add_callback(Watch())
-        # A kill may have left it half-written, or `weights` may link to it: never overwrite it.
+        # The folder may have been half-written at a kill, or `weights` may link to it, so it is
+        # never overwritten.
         shutil.rmtree(self.policies / f"step-{done + 1}", ignore_errors=True)
         trainer.train(resume_from_checkpoint=checkpoint)
         bar.close()
@@ -371,7 +374,7 @@ class Play:
 
 
 def find_checkpoint(folder: Path) -> tuple[str | None, int]:
-    """The newest whole checkpoint of the trainer, and its number of updates."""
+    """Find the newest complete checkpoint of the trainer, and its number of updates."""
     whole = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
     if not whole:
         return None, 0

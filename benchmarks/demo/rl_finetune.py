@@ -1,8 +1,6 @@
-"""The fine-tune case.
+"""The fine-tune case: how many labels an old and a new draft need on a fine-tuned target.
 
-How many labels do the old draft and a new draft need on the new target?
-
-The small target learns C++, from headers that PyTorch brings along. Both drafts then train on its
+The small target learns C++, from headers that PyTorch ships. Both drafts are then trained on its
 answers.
 """
 
@@ -32,20 +30,22 @@ from redraft.heads.families.eagle3 import Eagle3
 from redraft.heads.target import Target
 
 LINES = 24
-"""Lines of a header in one answer."""
+"""Number of lines of a header in one answer."""
 
 OPTIM = Optim(lr=1e-3, schedule="constant", warmup_fraction=0.1)
-"""Constant, so that each point of a curve equals the end of a training of that length."""
+"""Optimizer settings with a constant rate, so that each point of a curve equals the end of a
+training run of that length.
+"""
 
 Answer = Callable[[Any, Sequence[Conversation], int, Sampling], list[Continuation]]
-"""The answers of a model to the questions of up to so many conversations."""
+"""Function that returns a model's answers to the questions of up to a number of conversations."""
 
 Curve = Sequence[tuple[int, float]]
-"""Labels read so far, and tau."""
+"""(number of labels read so far, tau) at each point."""
 
 
 def make_samples(answers: Sequence[Continuation]) -> list[Sample]:
-    """Samples whose labels are the answers."""
+    """Make samples whose labels are the answers."""
     samples = []
     for number, one in enumerate(answers):
         ids = np.array([*one.prompt.token_ids, *one.output_ids], np.int32)
@@ -59,7 +59,7 @@ def make_samples(answers: Sequence[Continuation]) -> list[Sample]:
 
 
 def read_headers() -> list[Conversation]:
-    """Conversations that ask for a part of a header."""
+    """Read conversations that ask for a part of a header."""
     root, found = Path(torch.__file__).parent / "include", list[Conversation]()
     for header in sorted((root / "c10").rglob("*.h")):
         lines = [line for line in header.read_text(errors="ignore").splitlines() if line.strip()]
@@ -77,7 +77,7 @@ def read_headers() -> list[Conversation]:
 
 
 def fine_tune(target: TargetFolder, conversations: Sequence[Conversation], steps: int) -> Any:
-    """The target after `steps` steps of 2,048 tokens on the conversations, in float32."""
+    """Fine-tune the target for `steps` steps of 2,048 tokens on the conversations, in float32."""
     model = load_causal_lm(target.folder, torch.float32).train()
     texts = [
         target.tokenizer.apply_chat_template(one["messages"], tokenize=False)
@@ -103,7 +103,7 @@ def compare_starts(
 ) -> dict[str, Any]:
     """Return tau on a fine-tune by the number of labels that each draft has read.
 
-    The drafts are the old one as it is, the old one in training, and a new one in training.
+    The drafts are the old draft unchanged, the old draft in training, and a new draft in training.
     """
     train, test = split_held_out(read_headers(), 0.15)
     model = fine_tune(target, train, tuning)
@@ -138,8 +138,8 @@ def compare_starts(
 def find_labels_ratio(adapted: Curve, new: Curve) -> float | None:
     """Return the labels that the adapted draft needs for the last tau of the new one.
 
-    The number is a share of the new one's labels. Between two points the curve is a straight line.
-    None if the adapted draft does not reach that tau.
+    The number is a share of the new draft's labels. Between two points, the curve is interpolated
+    linearly. None if the adapted draft does not reach that tau.
     """
     labels_new, wanted = new[-1]
     labels_before, tau_before = adapted[0]

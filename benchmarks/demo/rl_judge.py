@@ -1,8 +1,8 @@
-"""Judge how three drafts follow a policy that reinforcement learning moves.
+"""Judge how well three drafts follow a policy that reinforcement learning changes.
 
 The drafts are judged on the records of the policy's rollouts, each with the weights that the record
-names: how many tokens of each draft would these weights have accepted, and do the recorded
-distributions belong to these weights?
+names. This shows how many tokens of each draft these weights would have accepted, and whether the
+recorded distributions belong to these weights.
 
 R = rows of a record, K = kept top-k ids.
 """
@@ -37,12 +37,14 @@ DRAFTS = ("frozen", "once", "learning")
 
 LIMIT = 1e-6
 """Largest KL of a row, in nats, between a record and the weights that it names. Engine and
-`transformers` are nearer in float32, and successive policies further apart: `would_be_noticed`
-counts that.
+`transformers` are closer in float32, and successive policies are further apart; `would_be_noticed`
+counts for how many records they are.
 """
 
 NUM_BLOCKS = 20
-"""Blocks of successive updates, the units of intervals: neighbours are alike."""
+"""Number of blocks of successive updates. Intervals use blocks as units, because neighbouring
+updates are alike.
+"""
 
 
 @dataclass(kw_only=True)
@@ -53,17 +55,17 @@ class Judged:
     counts: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Expected drafts and accepted tokens, by draft. `learning` is the version that was served."""
     engine: tuple[float, float] = (0, 0)
-    """The same, as the engine counted them with that version."""
+    """The same counts, as the engine counted them with that version."""
     records: int = 0
     misnamed: int = 0
     would_be_noticed: int = 0
-    """Records that the weights before would not fit."""
+    """Number of records that do not fit the previous weights."""
     largest_kl: float = 0.0
-    """Of the records that are not misnamed, in nats."""
+    """Largest KL of the records that are not misnamed, in nats."""
 
 
 class Policy:
-    """The model of a target, with any of its pushed weights."""
+    """The model of a target, which can load any of its pushed weights."""
 
     def __init__(self, target: Path, weights: Path) -> None:
         self.model = load_causal_lm(target, torch.float32).eval()
@@ -71,7 +73,7 @@ class Policy:
         self._start = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
 
     def load(self, version: str) -> bool:
-        """Load a version into the model that the drafts share; False if it was not kept."""
+        """Load a version into the model that the drafts share; return False if it was not kept."""
         path = self.weights / f"{version}.safetensors"
         if version and not path.is_file():
             return False
@@ -82,10 +84,10 @@ class Policy:
 
     @torch.no_grad()
     def measure_kl(self, record: Record) -> float:
-        """Return the largest KL, in nats, of a row of the record's text from the model.
+        """Return the largest KL, in nats, between a row of the record's text and the model.
 
-        It covers the recorded tokens. Its terms are p log(p / q) - p + q: none is below 0, so even
-        a part of the vocabulary shows a difference.
+        It covers the recorded tokens. Its terms are p log(p / q) - p + q: no term is below 0, so
+        even a part of the vocabulary shows a difference.
         """
         text_R = record.branches == 0
         ids_T = [*record.context_ids.tolist(), *record.output_ids.tolist()]
@@ -110,7 +112,7 @@ def judge(
     drafts: Mapping[str, Path],
     updates: Mapping[str, int],
 ) -> list[Judged]:
-    """The records of each update.
+    """Judge the records of each update.
 
     `policy` and `before` are two models of one target, `drafts` the folders of `frozen`, `once` and
     all versions that were served, and `updates` the numbers of the versions of the target, in
@@ -158,15 +160,15 @@ def _add(pair: tuple[float, float], counts: AcceptanceCounts) -> tuple[float, fl
 
 
 def count_engine(record: Record) -> AcceptanceCounts:
-    """Drafts of a record, and their tokens accepted by the engine."""
-    # The rows of a step are those of its draft tokens, then one without a draft token.
+    """Count the drafts of a record, and their tokens accepted by the engine."""
+    # A step has a row for each of its draft tokens, followed by one without a draft token.
     is_draft_R = record.draft_ids >= 0
     begins_R = is_draft_R & ~np.append(False, is_draft_R[:-1])
     return AcceptanceCounts(num_drafts=int(begins_R.sum()), num_accepted=int(record.accepted.sum()))
 
 
 def summarise(judged: Sequence[Judged]) -> dict[str, Any]:
-    """tau of each draft, the gain over adapting once, and the share of misnamed records.
+    """Return tau of each draft, the gain over adapting once, and the share of misnamed records.
 
     The gain is paired by block of updates.
     """
@@ -213,9 +215,9 @@ def _describe(estimate: Estimate) -> dict[str, Any]:
 
 
 def decide(gain: Mapping[str, Any]) -> str:
-    """Return the sentence that answers the user's question.
+    """Return the sentence that answers the demo's question.
 
-    A gain for which the gate would promote no candidate counts as none.
+    A gain that is too small for the gate to promote a candidate counts as none.
     """
     if gain["interval"] is None:
         return f"too few updates to decide: learning gains {gain['value']:+.2f}"
@@ -253,7 +255,7 @@ def build_charts(report: Mapping[str, Any]) -> dict[str, Spec]:
 
 
 def _draw(rows: Sequence[Mapping[str, Any]], x: tuple[str, str], title: str, near: int) -> Spec:
-    """Points, and the means of each with `near` others on both sides."""
+    """Draw points, and the mean of each point with `near` points on both sides."""
     base = panel(rows).encode(
         x=alt.X(f"{x[0]}:Q", title=x[1], axis=alt.Axis(grid=False)),
         color=color(list(dict.fromkeys(row["series"] for row in rows))),

@@ -1,6 +1,6 @@
-"""`redraft up`, from an empty folder to a draft that pays.
+"""Run `redraft up` from an empty folder to a draft that pays off.
 
-The speed is compared with the same server without drafts, over time.
+The speed is compared over time with the same server without drafts.
 
     $ make demo-up                                # SmolLM2-135M-Instruct, 75 minutes on two cores: outputs/demo-up/
     $ python -m benchmarks.demo.up --overwrite --learn-s 60 --pairs 6 --target tests/assets/tiny-target
@@ -69,15 +69,17 @@ LONGEST = 8192
 """Maximum length of the servers' texts, in tokens, if the target allows it."""
 
 CLIENTS = (1, 2, 4, 8)
-"""Requests at once, in turn."""
+"""Numbers of concurrent requests, used in turn."""
 
 LEAST_BLOCK = 2
-"""Requests of a block; with more clients, one request each. A short block sees one speed of the
-machine, and the first 200 requests make 25 pairs.
+"""Minimum number of requests in a block; with more clients, each sends one request. Blocks are
+short, so that the machine's speed is constant within one; the first 200 requests make 25 pairs.
 """
 
 WINDOW = 6
-"""Pairs that show a gain if all do: the fewest with a 95% interval."""
+"""Number of pairs that prove a gain if all of them show one. It is the smallest number with a 95%
+interval.
+"""
 
 MOST_QUESTIONS = 6000
 """Maximum number of questions; the whole demo asks about 2,500."""
@@ -94,8 +96,8 @@ class Config:
     target: Path = SMOLLM2
     """Folder of the target, or the word `smollm2` for SmolLM2-135M-Instruct."""
     target_dtype: TargetDtype | None = None
-    """Dtype of the target. Default: bfloat16 if the target is stored so and this
-    machine computes in it; for the small target float32.
+    """Dtype of the target. By default, bfloat16 if the target is stored in it and this machine
+    computes in it, and float32 for the small target.
     """
     parts: Path = Path("outputs/parts")
     """Folder of the downloaded model and prompts, kept for later runs."""
@@ -104,10 +106,12 @@ class Config:
     overwrite: bool = False
     """Replace the demo in `output`."""
     workload_pairs: int = 20
-    """Pairs of blocks of each workload, next to a plain server: at least 6, for an interval."""
+    """Number of pairs of blocks for each workload, next to a plain server: at least 6, for an
+    interval.
+    """
     pairs: int = 24
-    """Pairs of blocks at the start, at the end for one client, and with the head alone: at least 6,
-    for an interval.
+    """Number of pairs of blocks at the start, at the end for one client, and with the head alone:
+    at least 6, for an interval.
     """
     learn_s: float = 480
     """Duration of the traffic to learn from, in seconds, with a pair of blocks each minute."""
@@ -124,7 +128,7 @@ class Config:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Two blocks of as many questions."""
+    """Two blocks with the same number of questions."""
 
     s: float
     """Seconds since the server was first ready."""
@@ -151,7 +155,7 @@ def main(cfg: Config) -> None:
     questions = held_out_prompts(
         scene.traffic[code], opened.tokenizer, num_prompts=MOST_QUESTIONS, max_length=160, day=day
     )
-    # Twice the longest text of the workloads, so that a cache of their prefixes fits as well.
+    # Twice the longest text of the workloads, so that their cached prefixes fit as well.
     kv_bytes = 2 * count_kv_bytes(opened.text_config, 1, scene.dtype)
     longest = min(LONGEST, opened.text_config.max_position_embeddings)
     play = Play(cfg, scene.target.absolute(), scene.dtype, kv_bytes, questions, longest)
@@ -181,7 +185,7 @@ def main(cfg: Config) -> None:
 
 @dataclass
 class Play:
-    """The command, its clients, and all observations."""
+    """The demo's run: the command, its clients, and all observations."""
 
     cfg: Config
     target: Path
@@ -261,7 +265,7 @@ class Play:
         }
 
     def start(self, *options: str) -> float:
-        """Start the command, wait until it serves, and return the seconds that took."""
+        """Start the command, wait until it serves, and return how many seconds that took."""
         began_s, log = time.monotonic(), self.folder.parent / "up.log"
         command = [sys.executable, "-m", "redraft.recipes.cli", *self.command(*options)]
         self._process = start_group(command, log=log, env={"VLLM_NO_USAGE_STATS": "1"})
@@ -313,7 +317,7 @@ class Play:
         return found
 
     async def count_head(self) -> float:
-        """The accepted tokens of the served version, without lookups."""
+        """Count the accepted tokens of the served version, without lookups."""
         _, _, *accepted = (await self.ask("GET", "status"))["drafts"]
         return float(sum(accepted))
 
@@ -328,7 +332,7 @@ class Play:
             await asyncio.sleep(WARM_UP_S)
 
     async def settle(self) -> None:
-        """Send traffic until no version is being rolled out: its canary waits for drafts."""
+        """Send traffic until no version is being rolled out, because a canary waits for drafts."""
         if await self.is_rolling_out():
             async with self.traffic.flowing():
                 while await self.is_rolling_out():
@@ -341,7 +345,7 @@ class Play:
         return False
 
     async def learn(self, duration_s: float) -> None:
-        """Traffic to learn from at a changing number of clients.
+        """Send traffic to learn from, at a changing number of clients.
 
         There are two pairs of blocks each minute.
         """
@@ -354,7 +358,7 @@ class Play:
                 await self.measure(clients)
 
     async def measure(self, clients: int) -> None:
-        """Measure one more pair of blocks; for each client count, the two kinds start in turn.
+        """Measure one more pair of blocks; for each client count, the kinds take turns in being first.
 
         Raises:
             ValueError: all questions have been asked.
@@ -378,7 +382,7 @@ class Play:
         self.pairs.append(Pair(s=at_s, clients=clients, version=version, **rates))
 
     async def ask(self, method: str, route: str, body: Any = None) -> dict[str, Any]:
-        """An answer of the plugin's routes. Raises: httpx.HTTPError."""
+        """Return the answer of one of the plugin's routes. Raises httpx.HTTPError."""
         headers = {"Authorization": f"Bearer {read_token(self.folder / 'token')}"}
         async with httpx.AsyncClient(timeout=60, headers=headers) as http:
             answer = await http.request(method, f"{self.url}/redraft/{route}", json=body)
@@ -386,7 +390,7 @@ class Play:
             return dict(answer.json())
 
     def describe(self) -> dict[str, Any]:
-        """The pairs, and the swaps that the learner noted, on one clock."""
+        """Describe the pairs, and the swaps that the learner recorded, on one clock."""
         journal = Journal(self.learner.folder / "journal").read().entries
         zero_s = time.time() - (time.monotonic() - self.ready_s)
         swaps = [
@@ -410,7 +414,7 @@ class Play:
 
 
 def list_arguments(url: str, dtype: str, kv_bytes: int, longest: int = MAX_MODEL_LEN) -> list[str]:
-    """Arguments of a vLLM server at this address; without one, it has another port already."""
+    """List the arguments of a vLLM server at this address, or without a port if it is empty."""
     server = {
         "served-model-name": "m", "dtype": dtype, "max-model-len": longest,
         "max-num-seqs": MAX_NUM_SEQS, "kv-cache-memory-bytes": kv_bytes,
@@ -420,14 +424,14 @@ def list_arguments(url: str, dtype: str, kv_bytes: int, longest: int = MAX_MODEL
 
 
 def estimate(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """The median ratio of the pairs, with its 95% interval if there are enough for one."""
+    """Estimate the median ratio of the pairs, with its 95% interval if there are enough for one."""
     return estimate_ratio([pair.ratio for pair in pairs])
 
 
 def find_gain(pairs: Sequence[Pair]) -> float | None:
-    """The time of the first of WINDOW successive pairs that all are faster with drafts.
+    """Find the time of the first of WINDOW successive pairs that are all faster with drafts.
 
-    The pairs are of one client.
+    Only pairs with one client count.
     """
     alone = [pair for pair in pairs if pair.clients == 1]
     for number in range(len(alone) - WINDOW + 1):
@@ -463,7 +467,7 @@ def summarise(up: Mapping[str, Any]) -> str:
 
 
 def draw(report: Mapping[str, Any]) -> Spec:
-    """Speed against no drafts over time, with a line at every swap and at the kill."""
+    """Draw the speed relative to no drafts over time, with a line at every swap and at the kill."""
     minutes = [{**pair, "minutes": pair["s"] / 60} for pair in report["pairs"]]
     points = alt.Chart(alt.Data(values=minutes)).encode(
         x=alt.X("minutes:Q", title="minutes since the server was ready", axis=alt.Axis(grid=False)),

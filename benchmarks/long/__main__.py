@@ -1,11 +1,11 @@
-"""Memory and speed of training on long rows, and the error of ranks that share a row.
+"""Measure memory and speed of training on long rows, and the error of ranks that share a row.
 
     python -m benchmarks.long                      # a tiny target, on this machine
     python -m benchmarks.long --lengths 8192       # a short form
 
-Rows of each length train in a process of their own (`benchmarks.long.rows`). 2 and 4 ranks over
-gloo share rows in float64 and are compared with one process (`benchmarks.long.ranks`). The results
-are written after each part. A killed run continues, if its settings are the same.
+For each length, a separate process trains on rows (`benchmarks.long.rows`). 2 and 4 ranks over gloo
+share rows in float64 and are compared with one process (`benchmarks.long.ranks`). The results are
+written after each part. A killed run continues, if its settings are the same.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from redraft.recipes.cli.run import run_recipe
 SHARED = ("eagle3", "eagle3+again", "eagle3-window", "dflash", "dflash+again", "dflash-window")
 """Cases of `benchmarks.long.ranks`."""
 TOKENS_A_CASE = 1 << 15
-"""Shorter rows take several steps, of as many tokens together."""
+"""Tokens of each case: with shorter rows, several steps are taken that together have this many
+tokens.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +35,11 @@ class LongConfig:
     lengths: tuple[int, ...] = (8192, 32768, 131072)
     """Tokens per row."""
     cases: tuple[str, ...] = CASES
-    """Drafts to train. Those with `-window` have layers that see 512 positions."""
+    """Drafts to train. In cases ending in `-window`, layers see only 512 positions."""
     ranks: tuple[int, ...] = (2, 4)
     """Numbers of processes that share rows."""
     threads: int = 2
-    """Threads of a training."""
+    """Number of threads of a training run."""
     output: Path = Path("outputs/long.json")
     """File for the results."""
 

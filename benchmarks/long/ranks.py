@@ -2,8 +2,8 @@
 
     python -m benchmarks.long.ranks 4 eagle3 dflash
 
-Prints as JSON, for each case, the largest relative difference among the loss, every gradient and
-the metrics. `eagle3+again` computes activations again in the backward pass.
+For each case, the module prints as JSON the largest relative difference among the loss, every
+gradient and the metrics. `eagle3+again` recomputes activations in the backward pass.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ CASES: dict[str, Callable[[Target], nn.Module]] = {
 }
 
 DOCUMENTS = ((41, 5, 18), (9, 30, 11))
-"""Tokens of the documents in each of two rows. The second row ends with padding."""
+"""Lengths in tokens of the documents in each of two rows. The second row ends with padding."""
 WIDTH = 64
 
 
 def make_target() -> LlamaForCausalLM:
-    """A random target in float64, with weights large enough that its tokens differ."""
+    """Make a random target in float64, with weights large enough that its tokens differ."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=32,
@@ -83,7 +83,7 @@ def make_target() -> LlamaForCausalLM:
 
 
 def make_draft(case: str, target: Target) -> Any:
-    """An untrained draft whose parameters are all nonzero and differ from the target's."""
+    """Make an untrained draft whose parameters are all nonzero and differ from the target's."""
     name, _, again = case.partition("+")
     draft: Any = CASES[name](target).double()
     for parameter in draft.parameters():
@@ -102,7 +102,7 @@ def make_rows() -> Batch:
 
 
 def compute(draft: Any, target: InProcessTarget, batch: Batch) -> dict[str, Tensor]:
-    """The loss, the gradients and the metrics of the rows on this rank."""
+    """Compute the loss, the gradients and the metrics of the rows on this rank."""
     step = DistillStep(draft, Divergence(name="forward_kl"))
     signal = target(batch)
     draft.zero_grad()
@@ -115,7 +115,10 @@ def compute(draft: Any, target: InProcessTarget, batch: Batch) -> dict[str, Tens
 
 
 def compare(case: str) -> float:
-    """The largest relative difference; 0 on all ranks but the first. All ranks must call this."""
+    """Return the largest relative difference, or 0 on all ranks but the first.
+
+    All ranks must call this function.
+    """
     torch.manual_seed(0)
     model = make_target()
     draft, batch = make_draft(case, Target.from_model(model)), make_rows()
@@ -149,7 +152,7 @@ def run(rank: int, ranks: int, port: int, cases: list[str]) -> None:
 if __name__ == "__main__":
     count, *names = sys.argv[1:]
     torch.set_num_threads(1)
-    # Forked, so that the ranks need not import PyTorch again.
+    # Ranks are forked, so that they need not import PyTorch again.
     start_processes(  # type: ignore[no-untyped-call]
         run, (int(count), free_port(), names), int(count), start_method="fork"
     )

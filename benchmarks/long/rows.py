@@ -1,10 +1,10 @@
-"""Training steps on one long row of a tiny target, in a process of its own.
+"""Take training steps on one long row of a tiny target, in a separate process.
 
     python -m benchmarks.long.rows eagle3 131072
 
-Prints, as JSON, the peak of memory above weights and optimizer, and tokens per second. The target
-runs in this process, activations are recomputed in the backward pass, and all tokens but the first
-are labels.
+The module prints, as JSON, the peak memory above weights and optimizer, and the tokens per second.
+The target runs in this process, activations are recomputed in the backward pass, and all tokens but
+the first are labels.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VOCABULARY, HIDDEN, AUX = 4096, 32, (1, 2, 4)
 DRAFT_IDS = torch.arange(0, VOCABULARY, 16)
 WINDOW = 512
 WARM_UP = 2048
-"""Tokens of the first row, which is not measured: it makes the optimizer's state."""
+"""Tokens of the first row, which is not measured, because it creates the optimizer's state."""
 
 CASES = ("eagle3", "eagle3-window", "dflash", "dflash-window")
 """With `-window`, layers of target and draft see WINDOW positions; otherwise they see the whole
@@ -42,7 +42,7 @@ row.
 
 
 def make_target(window: int | None) -> MistralForCausalLM:
-    """A random target whose rows may have 131,072 tokens."""
+    """Make a random target whose rows may have 131,072 tokens."""
     config = MistralConfig(
         vocab_size=VOCABULARY,
         hidden_size=HIDDEN,
@@ -73,13 +73,13 @@ def make_draft(case: str, target: Target, window: int | None) -> nn.Module:
 
 
 def make_row(length: int) -> Batch:
-    """One document of random tokens."""
+    """Make a row with one document of random tokens."""
     ids_T = torch.randint(0, VOCABULARY - 1, (length,))
     return Batch.packed([[(ids_T, torch.ones(length, dtype=torch.bool))]], width=length)
 
 
 def measure(case: str, length: int, steps: int) -> dict[str, Any]:
-    """The results of training `steps` steps on one row of this length."""
+    """Measure training for `steps` steps on one row of this length."""
     torch.manual_seed(0)
     window = WINDOW if case.endswith("-window") else None
     model = make_target(window)
@@ -99,7 +99,7 @@ def measure(case: str, length: int, steps: int) -> dict[str, Any]:
     for _ in range(steps):
         distillation.step([row])
     seconds = time.perf_counter() - start_s
-    # The earlier row was shorter, so the peak belongs to these steps.
+    # The first row was shorter, so the peak belongs to these steps.
     peak = peak_rss_mib() * 2**20 - held
     return {
         "case": case,

@@ -18,11 +18,11 @@ from redraft.recipes.cli.run import run_recipe
 @dataclass(frozen=True, kw_only=True)
 class PicturesConfig:
     only: tuple[str, ...] = ()
-    """Names of the pictures to make, e.g. `speeds.svg`. By default all."""
+    """Names of the pictures to make, e.g. `speeds.svg`. By default, all are made."""
     check: bool = False
     """Make nothing. Print the stale pictures; the exit status is 1 if there are any."""
     record: Literal["terminal"] | None = None
-    """Make this recording again first, by running its commands."""
+    """First make this recording again, by running its commands."""
 
 
 def main(cfg: PicturesConfig) -> None:

@@ -2,9 +2,9 @@
 
 | data in docs/pictures | from |
 |---|---|
-| journal.jsonl | the learner's journal of a soak, 2026-11-29: 383 s, without one line with a path |
-| terminal.cast | `python -m benchmarks.pictures --record terminal`: what a terminal received, with its times |
-| manifest.json | `make pictures`: digests of every picture and of what it was made from |
+| journal.jsonl | the learner's journal of a soak on 2026-11-29 (383 s), without a line with a path |
+| terminal.cast | `python -m benchmarks.pictures --record terminal`: the output of a terminal, with times |
+| manifest.json | `make pictures`: digests of every picture and of its sources |
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Picture:
     draw: Callable[[Path], None]
     """Writes the picture to a file."""
     files: tuple[str, ...]
-    """Code and data that it is made from, as patterns below the root."""
+    """Code and data from which the picture is made, as patterns below the root."""
     rows: Callable[[], object] = lambda: None
     """Function that returns the figures of a table shown in the picture."""
 
     def digest(self) -> str:
-        """The SHA-256 of everything that it is made from."""
+        """Return the SHA-256 of everything from which the picture is made."""
         found = hashlib.sha256(json.dumps(self.rows()).encode())
         for pattern in self.files:
             named = sorted(path for path in ROOT.glob(pattern) if path.is_file())
@@ -97,7 +97,7 @@ def read_manifest() -> dict[str, dict[str, str]]:
 
 
 def find_stale() -> list[str]:
-    """Return a line for each picture that differs from what today's code and data make."""
+    """Return a line for each picture that differs from what the current code and data make."""
     kept, lines = read_manifest(), []
     for picture in PICTURES:
         path, entry = ROOT / picture.path, kept.get(picture.path, {})
@@ -111,7 +111,7 @@ def find_stale() -> list[str]:
 
 
 def make(names: tuple[str, ...] = ()) -> None:
-    """Make the named pictures, or all, and write down the digests of their sources."""
+    """Make the named pictures, or all, and record the digests of their sources."""
     kept = read_manifest() if MANIFEST.is_file() else {}
     for picture in PICTURES:
         path = ROOT / picture.path

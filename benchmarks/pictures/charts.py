@@ -16,7 +16,7 @@ SPEEDS = {
     "n-grams |": "n-grams",
     "EAGLE-3 head, three minutes": "EAGLE-3 head, three minutes of training",
 }
-"""Drafts of `make demo`, by the beginning of their row."""
+"""Drafts of `make demo`, by the beginning of their row in the table."""
 
 LOADS = ("one request", "eight requests")
 LEARNED = (
@@ -24,11 +24,11 @@ LEARNED = (
     "trained offline on the same answers, as many steps",
 )
 SPEED_WIDTH, LEARNING_WIDTH = 300, 430
-"""Narrow, so that the text stays legible on a telephone."""
+"""The chart is narrow, so that its text stays legible on a phone."""
 
 
 def read_speeds(page: str) -> list[dict[str, Any]]:
-    """tokens/s over plain vLLM, for every draft and load."""
+    """Read tokens/s over plain vLLM, for every draft and load."""
     rows = []
     for beginning, name in SPEEDS.items():
         for load, cell in zip(LOADS, read_cells(page, beginning), strict=False):
@@ -42,7 +42,7 @@ def read_speeds(page: str) -> list[dict[str, Any]]:
 
 
 def draw_speeds(rows: list[dict[str, Any]]) -> str:
-    """Bars of tokens/s over plain vLLM, with intervals where the table has them."""
+    """Draw bars of tokens/s over plain vLLM, with intervals where the table has them."""
     most = 1.1 * max(row["high"] or row["value"] for row in rows)
     scale = alt.Scale(domain=[0, most], nice=False)
     base = alt.Chart(alt.Data(values=rows), height={"step": 22}).encode(
@@ -80,7 +80,7 @@ def draw_speeds(rows: list[dict[str, Any]]) -> str:
 
 
 def read_learning(page: str) -> dict[str, Any]:
-    """tau on the new traffic by records learned from, and that of a draft trained offline."""
+    """Read tau on the new traffic by records learned from, and tau of a draft trained offline."""
     rows = page[page.index(f"| {LEARNED[0]}") :].partition("\n\n")[0]
     learned, offline = (read_cells(rows, label)[0] for label in LEARNED)
     records = [0, *map(int, LEARNED[0].partition("after ")[2].partition(" records")[0].split(", "))]
@@ -91,7 +91,7 @@ def read_learning(page: str) -> dict[str, Any]:
 
 
 def draw_learning(found: dict[str, Any]) -> str:
-    """tau by records, below the line of the draft that was trained offline."""
+    """Draw tau by records, below a line for the draft that was trained offline."""
     base = alt.Chart(alt.Data(values=found["points"]), height=210).encode(
         x=alt.X(
             "records:Q",

@@ -17,7 +17,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-    # The browser's own services would like to call home: here no name resolves.
+    # The browser's own services would connect to the internet, so no name resolves here.
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
     "--virtual-time-budget=5000",
 )
@@ -25,7 +25,7 @@ TIMEOUT_S = 300
 
 
 def find_browser() -> str:
-    """The path of a Chromium.
+    """Find the path of a Chromium browser.
 
     Raises:
         FileNotFoundError: none is installed.
@@ -41,13 +41,13 @@ def shoot(address: str, picture: Path, size: tuple[int, int]) -> None:
     with tempfile.TemporaryDirectory() as profile:
         command = [find_browser(), *FLAGS, f"--user-data-dir={profile}"]
         command += [f"--screenshot={picture}", f"--window-size={size[0]},{size[1]}", address]
-        # Clocks on the page are the browser's.
+        # Clocks on the page show the browser's time.
         env = {**os.environ, "TZ": "UTC"}
         subprocess.run(command, env=env, check=True, capture_output=True, timeout=TIMEOUT_S)
 
 
 def shoot_learner(journal: Path, picture: Path, size: tuple[int, int]) -> None:
-    """The learner's page as it was at the last entry of a journal."""
+    """Take a screenshot of the learner's page as it was at the last entry of a journal."""
     with tempfile.TemporaryDirectory() as folder:
         shutil.copy(journal, Path(folder) / "journal-0000000000000000.jsonl")
         now_s = max(entry.time_s for entry in Journal(Path(folder)).read().entries)

@@ -1,4 +1,4 @@
-"""Figures in the tables of docs/measurements.md, so that a chart and the page cannot differ."""
+"""Reads the figures of charts from docs/measurements.md, so that chart and page cannot differ."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def read_cells(text: str, label: str) -> list[str]:
 
 
 def read_figures(cell: str) -> list[Figure]:
-    """The figures of a cell, in their order, e.g. "**1.62x** [1.49, 2.16]".
+    """Return the figures of a cell, in their order, e.g. "**1.62x** [1.49, 2.16]".
 
     Raises:
         ValueError: the cell has other text.

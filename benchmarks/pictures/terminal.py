@@ -3,7 +3,7 @@
     commands ─► bash in a pseudo-terminal ─► docs/pictures/NAME.cast (asciicast 2) ─► SVG
 
 The SVG shows the lines one after the other, with pauses of at most `MOST_PAUSE_S`; without
-animation it shows all of them at once. Nothing else of a recording is changed.
+animation, it shows all of them at once. Nothing else in a recording is changed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from redraft.engine.machine import environment
 from redraft.files.artifact import write_whole
 
 COLUMNS, ROWS = 60, 40
-"""Narrow, so that the text stays legible on a telephone."""
+"""The terminal is narrow, so that its text stays legible on a phone."""
 MOST_PAUSE_S = 0.6
 FONT_PX, LINE_PX, PADDING_PX, BAR_PX = 14, 20, 16, 34
 CHAR_PX = 0.6 * FONT_PX
@@ -105,7 +105,7 @@ class Row:
 
 @dataclass(slots=True)
 class Screen:
-    """A terminal without a limit of rows: what these commands need of one."""
+    """A terminal without a limit on rows, with the functions that these commands need."""
 
     width: int
     rows: list[Row] = field(default_factory=lambda: [Row()])
@@ -164,7 +164,7 @@ class Screen:
 
 
 def play(cast: Path) -> tuple[str, list[Row]]:
-    """(title, the lines at the end of a recording, each with the time of its last change)."""
+    """Return (title, the last lines of a recording, each with the time of its last change)."""
     header, *events = map(json.loads, cast.read_text().splitlines())
     screen, shown_s, before_s = Screen(header["width"]), 0.0, 0.0
     for time_s, _, text in events:
@@ -177,7 +177,7 @@ def play(cast: Path) -> tuple[str, list[Row]]:
 
 
 def draw(cast: Path) -> str:
-    """The recording as an SVG that adapts to the page's width, with its own dark ground."""
+    """Draw the recording as an SVG that adapts to the page's width, with a dark background."""
     title, rows = play(cast)
     width = round(COLUMNS * CHAR_PX + 2 * PADDING_PX)
     height = BAR_PX + LINE_PX * len(rows) + 2 * PADDING_PX
@@ -203,7 +203,7 @@ def draw(cast: Path) -> str:
 
 
 def _spans(row: Row, base: float) -> Iterator[str]:
-    """The row's runs of one style, each stretched to its columns whatever the font."""
+    """Return the row's runs of one style, each stretched to its columns whatever the font."""
     start = 0
     for end in range(1, len(row.cells) + 1):
         style = row.cells[start][1]

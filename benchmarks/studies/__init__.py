@@ -1,1 +1,1 @@
-"""Studies on the small target: all families of heads, and the target itself."""
+"""Studies: families of heads, training settings, and the small target itself."""

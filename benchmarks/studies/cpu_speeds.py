@@ -1,15 +1,15 @@
-"""Why one vLLM on a CPU has two speeds.
+"""Measure why one vLLM on a CPU has two speeds.
 
-Decode speed by thread binding, with and without redraft's wait.
+The study measures decode speed by thread binding, with and without redraft's wait.
 
 $ python -m benchmarks.studies.cpu_speeds --target outputs/parts/smollm2-135m-instruct    # 15 minutes on two cores
 
 vLLM's engine core polls for the worker's answer in a loop, which takes a core while the worker
-computes. By default vLLM binds the worker's OpenMP threads to all cores but one, so the loop
-does no harm. Without a binding there is a thread for every core, each matrix product ends with a
-barrier of all threads, and a barrier waits as long as the loop has the core of one of them. Every
-row is one server, asked in turns with one and with eight requests in flight, after pauses of
-different lengths.
+computes. By default vLLM binds the worker's OpenMP threads to all cores but one, so the loop does
+no harm. Without a binding there is a thread for every core, each matrix product ends with a barrier
+of all threads, and a barrier waits as long as the loop has the core of one of them. Every row is
+one server, measured in turn with one and with eight requests in flight, after pauses of different
+lengths.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def main(cfg: Config) -> None:
 def measure_setting(
     cfg: Config, name: str, mode: Mode, env: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """One row per load."""
+    """Measure a setting; return one row per load."""
     runs: dict[int, list[Measurement]] = {load: [] for load in LOADS}
     prompts = [Prompt(token_ids=[1, *range(100 + n, 140 + n)]) for n in range(max(LOADS))]
     log = cfg.output / f"{name.replace(', ', '-').replace(' ', '-')}.log"

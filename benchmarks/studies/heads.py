@@ -54,10 +54,10 @@ FROM_ENGINE = (
     "tau", "forecast_error", "lossless", "decoder", "runner", "num_prompts", "drafts_by_prompt",
     "accepted_by_prompt",
 )  # fmt: skip
-"""Numbers of a report that only an engine gives."""
+"""Numbers of a report that only an engine can measure."""
 
 DIVERGENCES = ("forward_kl", "total_variation", "lk_hybrid", "cross_entropy")
-"""Divergences of the ablation with EAGLE-3. The first is the preset's."""
+"""Divergences of the ablation with EAGLE-3. The first is the preset's default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,8 @@ class Config:
     overwrite: bool = False
     """Replace the runs in `output`."""
     flags: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Word to append to the command of every recipe, once for each: --flags=--loop.steps --flags=2.
+    """Argument to append to the command of every recipe; repeat the flag for each word:
+    --flags=--loop.steps --flags=2.
     """
 
 
@@ -94,7 +95,7 @@ def main(cfg: Config) -> None:
         raise ValueError(
             f"the engine on this machine serves none of {', '.join(cfg.heads)}: add a head that it serves"
         )
-    # 1. a quarter of the standard library's conversations, more than a demo reads
+    # 1. Read a quarter of the standard library's conversations, which is more than a demo reads.
     conversations = cfg.output / "conversations.jsonl"
     if not conversations.is_file():
         write_whole(
@@ -103,7 +104,7 @@ def main(cfg: Config) -> None:
         )
 
     # 2. Train every head, and EAGLE-3 with every other divergence. The run of the family `eagle3`
-    # also counts for the first divergence.
+    # also counts as the run with the first divergence.
     others = (
         [name for name in cfg.divergences if name != DIVERGENCES[0]]
         if "eagle3" in cfg.heads
@@ -117,7 +118,7 @@ def main(cfg: Config) -> None:
         for seed, folder in enumerate(reseeded, 1)
     ]
     if cfg.overwrite:
-        # The shared answers of the target and the date belong to the earlier runs.
+        # The target's shared answers and the date belong to the earlier runs.
         shutil.rmtree(cfg.output / "target", ignore_errors=True)
         (cfg.output / "date").unlink(missing_ok=True)
     day = keep_day(cfg.output / "date")
@@ -166,7 +167,7 @@ def main(cfg: Config) -> None:
 def train_and_prove(family: str, folder: Path, cfg: Config, flags: tuple[str, ...]) -> None:
     """Train a family into `folder`, in a separate process.
 
-    So the peak memory in the report is this run's.
+    The peak memory in the report is thus the peak of this run.
 
     Raises:
         ValueError: if it fails, after it has printed the reason.
@@ -181,7 +182,7 @@ def train_and_prove(family: str, folder: Path, cfg: Config, flags: tuple[str, ..
         command.append("--overwrite")
     if subprocess.run(command).returncode:
         raise ValueError(
-            f"{folder.name} failed, see above: fix the problem and continue with --resume"
+            f"{folder.name} failed for the reason above: fix the problem and continue with --resume"
         )
 
 
@@ -190,13 +191,13 @@ def compare_with_best(
 ) -> dict[str, Any]:
     """Return every entry with the difference of its tau from the highest one.
 
-    Each entry states whether the 95% interval of the difference includes 0. The interval is over
-    prompts, in pairs, and over seeds: both runs of a pair have the spread of `seed_taus`, which is
-    assumed to be the same for all entries. With a single seed there is no interval.
+    Each entry states whether the 95% interval of the difference includes 0. The interval covers
+    prompts, which are paired, and seeds: both runs of a pair have the spread of `seed_taus`, which
+    is assumed to be the same for all entries. With a single seed there is no interval.
     """
     best = max(entries, key=lambda name: entries[name]["tau_engine"])
     spread = float(np.std(seed_taus, ddof=1)) if len(seed_taus) > 1 else math.inf
-    # Both runs vary by a seed, so the difference has sqrt(2) times the spread of one.
+    # Both runs vary with the seed, so the difference has sqrt(2) times the spread of one run.
     seeds = Estimate(0.0, math.sqrt(2) * spread, max(1.0, len(seed_taus) - 1.0))
     compared = {}
     for name, entry in entries.items():
@@ -204,7 +205,8 @@ def compare_with_best(
             np.column_stack([entry[key], entries[best][key]]).astype(float)
             for key in ("accepted_by_prompt", "drafts_by_prompt")
         )
-        # Less an estimate of 0: the gain stays, the two errors add up in squares.
+        # The result is the gain minus an estimate of 0: the gain stays the same, and the two errors
+        # add up in squares.
         low, high = subtract_independent(estimate_gain(accepted_N2, drafts_N2), seeds).interval()
         is_told = math.isfinite(low)
         compared[name] = {

@@ -12,7 +12,7 @@ from redraft.eval.report.charts import PANEL_HEIGHT, Rows, Spec, bars_with_forec
 
 
 def build_charts(report: Mapping[str, Any]) -> dict[str, Spec]:
-    """Specifications by element id on the page."""
+    """Build the specifications, by element id on the page."""
     families = sorted(
         report["families"].values(),
         key=lambda entry: -(entry["tau_engine"] or entry["tau_forecast"]),
@@ -74,7 +74,7 @@ def _positions_by_family(families: Rows) -> alt.LayerChart:
 
 
 def _gain_by_family(families: Rows) -> alt.LayerChart:
-    """A line for every family, from the untrained head to the trained one."""
+    """Draw a line for every family, from the untrained head to the trained one."""
     rows = []
     for entry in families:
         before, after = entry["alpha_greedy_before"], entry["alpha_greedy_after"]

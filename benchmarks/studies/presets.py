@@ -1,6 +1,6 @@
-"""Settings of a training of minutes on two CPU cores, for the small target of the tests.
+"""Settings for training runs of a few minutes on two CPU cores, for the small target of the tests.
 
-All families share them, so the results compare.
+All families share these settings, so that their results can be compared.
 
 $ python -m benchmarks.studies.presets eagle3 --loop.steps 32      # `redraft train eagle3` with these defaults
 """
@@ -65,7 +65,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def make_preset(family: str) -> HeadConfig[Any] | StandaloneConfig:
-    """The settings of a family's demo."""
+    """Return the settings of a family's demo."""
     row = find_family(family)
     usual = make_config(row)
     if isinstance(usual, StandaloneConfig):
@@ -97,7 +97,10 @@ def make_preset(family: str) -> HeadConfig[Any] | StandaloneConfig:
 
 
 def choose_recipe(args: Sequence[str], prog: str) -> tuple[Recipe, Sequence[str]]:
-    """`redraft train` with these defaults. Raises: as `recipes.train.choose_recipe`."""
+    """Choose the recipe of `redraft train` with these defaults.
+
+    Raises the errors of `recipes.train.choose_recipe`.
+    """
     recipe, rest = train.choose_recipe(args, prog)
     return replace(recipe, default=make_preset(args[0].replace("-", "_"))), rest
 

@@ -1,18 +1,18 @@
-"""Which settings train the better head? Each setting is compared with the default.
+"""Measure which settings train a better head than the default settings.
 
 $ python -m benchmarks.studies.recipe                      # EAGLE-3 for SmolLM2, nine hours on two cores
 $ python -m benchmarks.studies.recipe --family dflash      # with D-PACE, by speculators' trainer
 
-Every setting trains for the same minutes as the default, with the same rows of answers in the same
+Every setting trains for as many minutes as the default, on the same rows of answers in the same
 order for each seed, and its last head is judged on the same held-out questions. The gain in tau
-over the default has a 95% interval over questions and seeds; a setting is better if that excludes
-zero. On two cores, half an hour is enough for only a few steps of the default size, so all steps
-have one row of 2,048 tokens; the settings of `rows` have more.
+over the default has a 95% interval over questions and seeds; a setting is better if the interval
+excludes zero. On two cores, half an hour is enough for only a few steps of the default size, so all
+steps have one row of 2,048 tokens, except for the settings of the group `rows`.
 
 table.json has a row for each setting. Once it is measured on a quiet machine, commit it as
 benchmarks/studies/recipe.json: a test then fails until the defaults in heads/catalog.py and
-heads/options.py are the best settings of the table (`find_unadopted`). The same command continues
-after a kill.
+heads/options.py are the best settings of the table (`find_unadopted`). After a kill, the same
+command continues the study.
 """
 
 from __future__ import annotations
@@ -49,16 +49,18 @@ DEFAULT = "default"
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A change of the default."""
+    """A change of the default settings."""
 
     group: str
-    """Settings of one group exclude each other: the best of them may become the default."""
+    """Group of the setting. Settings of one group exclude each other, and the best of them may
+    become the default.
+    """
     flags: tuple[str, ...] = ()
     """Of `redraft train`."""
     rows: int = 1
     trainer: str = "redraft"
     against: str = DEFAULT
-    """The setting that this one is compared with."""
+    """The setting with which this one is compared."""
     settings: tuple[str, ...] = ()
     """Of a peer."""
 
@@ -110,7 +112,9 @@ SETTINGS: Mapping[str, Mapping[str, Setting]] = {
         ),
     },
 }
-"""By family. redraft has no D-PACE: its gain is measured in speculators' trainer, whose default it is."""
+"""Settings by family. redraft has no D-PACE, so its gain is measured in speculators' trainer, where
+it is the default.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,31 +122,33 @@ class Config:
     family: Literal["eagle3", "dflash"] = "eagle3"
     """Family of the heads."""
     settings: tuple[str, ...] = ()
-    """Settings to measure, in addition to the default; by default all of the family."""
+    """Settings to measure, in addition to the default settings; by default all settings of the
+    family.
+    """
     minutes: float = 10.0
-    """Length of each training."""
+    """Length of each training run, in minutes."""
     seeds: int = 3
-    """Number of trainings of each setting."""
+    """Number of training runs for each setting, each with a new seed."""
     sequence_length: int = 2048
-    """Tokens of a row."""
+    """Length of a row, in tokens."""
     num_questions: int = 64
-    """Held-out questions that judge the heads."""
+    """Number of held-out questions on which the heads are judged."""
     max_tokens: int = 128
     """Maximum length of an answer, in tokens."""
     num_speculative_tokens: int = 3
-    """Draft tokens of a step."""
+    """Number of draft tokens per step."""
     threads: int = 2
-    """Threads of each training."""
+    """Number of threads of each training run."""
     target: str | None = None
     """Folder of the target; by default SmolLM2-135M-Instruct, made in --parts."""
     parts: Path = Path("outputs/parts")
     """Folder of the default target."""
     data: str = str(ANSWERS)
-    """Answers of the target."""
+    """File with answers of the target."""
     peers: Path | None = None
-    """Folder with packages of peers, unless they are installed."""
+    """Folder with the packages of other trainers, unless they are installed."""
     output: Path | None = None
-    """Folder for table.json and the trainings; by default outputs/recipe/FAMILY."""
+    """Folder for table.json and the training runs; by default outputs/recipe/FAMILY."""
 
     def __post_init__(self) -> None:
         require_least(self, "", seeds=1, num_questions=2, max_tokens=2, threads=1)
@@ -158,7 +164,7 @@ class Config:
 
     @property
     def chosen(self) -> dict[str, Setting]:
-        """The settings to measure, and those that they are compared with, by name."""
+        """Return the settings to measure, and those with which they are compared, by name."""
         known = {DEFAULT: Setting(group=""), **SETTINGS[self.family]}
         names = self.settings or tuple(SETTINGS[self.family])
         wanted = {DEFAULT, *names, *(known[name].against for name in names)}
@@ -166,10 +172,11 @@ class Config:
 
 
 def main(cfg: Config) -> None:
-    """Train, judge, and write the table after every training.
+    """Train, judge, and write the table after every training run.
 
     Raises:
-        ValueError: a package is missing, or --output holds other trainings.
+        ValueError: a package is missing, or --output contains training runs with different
+            settings.
     """
     target = cfg.target or str(make_target(cfg.parts))
     courses = {}
@@ -218,7 +225,7 @@ def make_course(cfg: Config, target: str, name: str, setting: Setting, seed: int
 
 
 def make_table(family: str, judged: Mapping[str, Sequence[Judged]]) -> list[dict[str, Any]]:
-    """Return a row for each trained setting: its tau, and the gain over its baseline."""
+    """Return a row for each trained setting, with its tau and its gain over its baseline."""
     curves = {name: [run.curve for run in runs] for name, runs in judged.items() if runs}
     known = {DEFAULT: Setting(group=""), **SETTINGS[family]}
     rows = []
@@ -253,10 +260,10 @@ def describe_row(row: Mapping[str, Any]) -> str:
 
 
 def find_unadopted(table: Mapping[str, Any]) -> list[str]:
-    """The settings that the table proves better than the default, and that are no default today.
+    """Find the settings that the table proves better than the default, but that are no default.
 
-    Of each group the best one counts. Settings without flags of `redraft train` are not defaults of
-    a family.
+    In each group, only the best setting counts. Settings without flags of `redraft train` cannot
+    become defaults.
     """
     best: dict[str, Mapping[str, Any]] = {}
     for row in table["rows"]:

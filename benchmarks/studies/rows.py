@@ -2,11 +2,11 @@
 
     $ python -m benchmarks.studies.rows                  # eight families, 10 minutes on two cores
 
-An EAGLE-3 head learns from the shipped answers of the demo, on random targets of eight layers with
-the layers of the released ones. For each batch, the same target reads packed rows and one document
-per row, in alternating order. Packed rows are wrong for all documents but the first; only the time
-is compared. `tokens` is the factor that training prints at the start. Ratios are medians over
-batches, with 95% intervals.
+An EAGLE-3 head learns from the shipped answers of the demo, on random targets with eight layers of
+the same kinds as in the released models. For each batch, the same target reads packed rows and one
+document per row, in alternating order. In packed rows, the states of all documents but the first
+are wrong; only the time is compared. `tokens` is the ratio of token counts that training prints at
+the start. Ratios are medians over batches, with 95% intervals.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Config:
     batch_size: int = 4
     sequence_length: int = 512
     steps: int = 12
-    """Batches for each family, after one that is not counted."""
+    """Number of batches for each family, after one batch that is not counted."""
     output: Path = Path("outputs/bench/rows.json")
 
 
@@ -117,7 +117,7 @@ def load_data(sequence_length: int) -> PackedDataset:
 
 
 def measure(family: str, batches: list[Batch]) -> dict[str, Any]:
-    """Return ratios of the whole step and of the target's pass, with the seconds of both forms."""
+    """Return the ratios for the step and the target's pass, with the seconds of both row forms."""
     torch.manual_seed(0)
     settings = {**SIZES, **FAMILIES[family], "vocab_size": len(load_tokenizer(TOKENIZER))}
     if family == "nemotron_h":  # it counts `layers_block_type`

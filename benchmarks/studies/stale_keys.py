@@ -2,11 +2,11 @@
 
 $ python -m benchmarks.studies.stale_keys    # the small target and head of the tests, a minute
 
-vLLM keeps a head's keys in the cached blocks of a prompt. After a swap, such a block has the keys of
-the head before. Here a head is forecast on held-out text, and its keys and values of the prompt are
-replaced by those of `--other`, by default the new head that `redraft up` begins with, or by zeros, as
-of text that no head has read. tau is greedy, with three draft tokens and the text's own tokens before
-them. Differences have 95% intervals over texts.
+vLLM keeps a head's keys in the cached blocks of a prompt. After a swap, such a block contains the
+keys of the previous head. Here, the acceptance of a head is forecast on held-out text, while its
+keys and values of the prompt are replaced by those of `--other`, which by default is the new head
+that `redraft up` begins with, or by zeros, as for text that no head has read. tau is greedy, with
+three draft tokens and the text's own tokens before them. Differences have 95% intervals over texts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from redraft.recipes.serve.up import write_new_head
 
 NUM_TOKENS = 3
 Keys = Mapping[str, Tensor]
-"""Outputs of the projections to keys and values."""
+"""Outputs of the key and value projections."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +48,9 @@ class Config:
     head: Path = Path("tests/assets/tiny-eagle3")
     """Folder of an EAGLE-3 head."""
     other: Path | None = None
-    """Folder of the head before it. By default a new one of the target's last layer."""
+    """Folder of the previous head; by default, a new head with the target's last layer."""
     texts: int = 48
-    """Held-out texts of the standard library."""
+    """Number of held-out texts from the standard library."""
     output: Path = Path("outputs/bench/stale-keys.json")
     """File that receives the results."""
 
@@ -100,9 +100,9 @@ def main(cfg: Config) -> None:
 def run(
     head: Any, model: Any, batch: Any, size: int, keys: Keys | None = None
 ) -> tuple[tuple[float, float], Keys]:
-    """Return the draft tokens accepted in the answer, the blocks, and the head's keys and values.
+    """Return the numbers of accepted draft tokens and blocks in the answer, and the head's keys.
 
-    `keys` replace those of the first `size` tokens, if given.
+    If given, `keys` replace the keys and values of the first `size` tokens.
     """
     seen: dict[str, Tensor] = {}
     signal = InProcessTarget(model, head.aux_layer_ids)(batch)
@@ -116,7 +116,7 @@ def run(
 
 @contextmanager
 def replaced(head: Any, size: int, keys: Keys | None, seen: dict[str, Tensor]) -> Iterator[None]:
-    """Replace the keys and values of the first `size` tokens in the block, and note the head's.
+    """Replace the keys and values of the first `size` tokens in the block, and keep the head's own.
 
     Only the keys of the first draft step belong to the text.
     """

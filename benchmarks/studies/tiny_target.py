@@ -46,7 +46,7 @@ class Config:
     seed: int = 0
     """Seed of the weights and of the data's order."""
     steps: int = 2400
-    """Optimizer steps; one pass over the text is about 600."""
+    """Optimizer steps; one pass over the text takes about 600."""
     batch_size: int = 4
     """Rows of text per step."""
     sequence_length: int = 1024
@@ -91,12 +91,12 @@ def main(cfg: Config) -> None:
     )
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
 
-    # 3. train: likelihood first, then against loops
+    # 3. Train on likelihood first, then against loops.
     losses = [] if cfg.start_from is not None else learn_text(model, stream, cfg)
     repeated = learn_to_leave_loops(model, tokenizer, train, cfg) if cfg.loop_steps else []
 
-    # 4. save, with all settings needed to reproduce it
-    # Rounded here. The held-out loss below is computed in float32, of the rounded weights.
+    # 4. Save the model with all settings needed to reproduce it. Weights are rounded here. The
+    # held-out loss below is computed in float32, with the rounded weights.
     model.to(torch.bfloat16).save_pretrained(cfg.output)
     tokenizer.save_pretrained(cfg.output)
     report = {
@@ -124,7 +124,7 @@ def main(cfg: Config) -> None:
 def learn_text(model: LlamaForCausalLM, stream: TokenStream, cfg: Config) -> list[float]:
     """Run the first phase, and return its losses.
 
-    Muon trains the layers' matrices, AdamW the rest.
+    Muon trains the layers' matrices, and AdamW all other weights.
     """
     forward = torch.compile(model) if cfg.compile else model
     matrices = [p for name, p in model.named_parameters() if ".layers." in name and p.ndim == 2]
@@ -182,7 +182,7 @@ def learn_to_leave_loops(
         )
         with torch.no_grad():
             ids_BT = model.generate(**prompts, max_new_tokens=128, do_sample=False)
-        # Prompts are padded on the left, so every answer begins in the same column.
+        # Prompts are padded on the left, so that every answer begins in the same column.
         answer_BT = torch.arange(ids_BT.shape[1]) >= prompts["input_ids"].shape[1]
         answer_BT = answer_BT & (ids_BT != tokenizer.pad_token_id)
         repeated_BT = repeats_itself(ids_BT, answer_BT)
@@ -195,7 +195,8 @@ def learn_to_leave_loops(
             return_tensors="pt",
         )
         labels_BT = text_BT["input_ids"].masked_fill(text_BT["attention_mask"] == 0, -100)
-        # The prompt's mask, then ones for up to 128 new tokens, cut to the length generated.
+        # The mask consists of the prompt's mask and ones for up to 128 new tokens, cut to the
+        # generated length.
         real_BT = torch.nn.functional.pad(prompts["attention_mask"], (0, 128), value=1)[
             :, : ids_BT.shape[1]
         ]
@@ -205,7 +206,7 @@ def learn_to_leave_loops(
         # Row t predicts token t + 1: p[b, t] is the probability of ids[b, t + 1], so the mask is
         # shifted by one too.
         p_BT = logits_BTV.float().softmax(-1).gather(-1, ids_BT[:, 1:, None]).squeeze(-1)
-        # The bound keeps log(1 - p) finite at p = 1, to which a loop drives it.
+        # The bound keeps log(1 - p) finite at p = 1, which a loop approaches.
         unlikelihood_BT = -torch.log1p(-p_BT.clamp(max=1 - 1e-5)) * repeated_BT[:, 1:]
         (text_loss + unlikelihood_BT.sum() / answer_BT.sum()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -220,14 +221,14 @@ def learn_to_leave_loops(
 
 
 def repeats_itself(ids_BT: Tensor, answer_BT: Tensor, n: int = 4) -> Tensor:
-    """Mask of the tokens that complete an n-gram already seen in the same answer. bool [B, T]."""
+    """Return the mask of the tokens that complete a repeated n-gram of the answer, bool [B, T]."""
     repeated_BT = torch.zeros_like(answer_BT)
     for b, (ids_T, answer_T) in enumerate(zip(ids_BT.tolist(), answer_BT, strict=True)):
         seen: set[tuple[int, ...]] = set()
         positions = answer_T.nonzero().squeeze(1).tolist()
         for end in positions[n - 1 :]:
-            # Within the answer: padding lies before the prompt and after the end, so the positions
-            # are consecutive.
+            # Only tokens of the answer match: padding lies before the prompt and after the end, so
+            # the positions are consecutive.
             gram = tuple(ids_T[end - n + 1 : end + 1])
             repeated_BT[b, end] = gram in seen
             seen.add(gram)
@@ -280,7 +281,7 @@ def model_config(cfg: Config) -> LlamaConfig:
 
 
 class TokenStream:
-    """Batches of the conversations laid end to end, in a new order on every pass."""
+    """Batches of the concatenated conversations, in a new order on every pass."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, conversations: list[Conversation], cfg: Config
@@ -298,7 +299,7 @@ class TokenStream:
 
     def batch(self, step: int) -> Tensor:
         number, index = divmod(step, self.batches_per_pass)
-        # The order depends on seed and pass alone, so a step always has the same batch.
+        # The order depends only on seed and pass, so a step always has the same batch.
         if number != self.current_pass:
             order = list(range(len(self.documents)))
             random.Random(self.cfg.seed + number).shuffle(order)
@@ -308,9 +309,10 @@ class TokenStream:
 
 
 def scale_rate(step: int, steps: int) -> float:
-    """Factor of the learning rate.
+    """Return the factor of the learning rate.
 
-    Warm-up over 50 steps, constant, then linear to zero over the last 45%.
+    It rises over 50 warm-up steps, stays constant, and falls linearly to zero over the last 45% of
+    the steps.
     """
     return min((step + 1) / 50, 1.0, (steps - step) / (0.45 * steps))
 
@@ -319,12 +321,12 @@ def scale_rate(step: int, steps: int) -> float:
 def held_out_loss(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, conversations: list[Conversation]
 ) -> float:
-    """Mean cross-entropy in nats per token over the conversations, one at a time."""
+    """Return the mean cross-entropy in nats per token over the conversations, one at a time."""
     total, count = 0.0, 0
     for conversation in conversations[:200]:
         text = tokenizer.apply_chat_template(conversation["messages"], tokenize=False)
         ids_BT = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"][:1024]])
-        # transformers shifts the labels: the loss is the mean over T - 1 predictions.
+        # transformers shifts the labels, so the loss is the mean over T - 1 predictions.
         total += model(input_ids=ids_BT, labels=ids_BT).loss.item() * (ids_BT.shape[1] - 1)
         count += ids_BT.shape[1] - 1
     return total / count

@@ -1,4 +1,4 @@
-"""Would a head that adapts within a request draft better? A forecast, before any engine code.
+"""Forecast whether a head that adapts within a request would draft better, without an engine.
 
 $ python -m benchmarks.studies.within_request      # SmolLM2 and a head of half an hour, three hours
 
@@ -6,17 +6,19 @@ $ python -m benchmarks.studies.within_request      # SmolLM2 and a head of half 
                                   every 32 tokens: an update from the verified tokens,
                                   forgotten at the end of the request
 
-Papers report up to 41% more tau by adapting a draft within one long answer (arXiv 2605.09329). A lookup
-in the request's own text may give most of it already. So four drafts are compared: the head; n-grams
-before it; the adapted head; n-grams before the adapted head. A server would adapt with what it
-has after verification: the head's states of the first draft step and the target's logits.
+Papers report up to 41% more tau by adapting a draft within one long answer (arXiv 2605.09329). A
+lookup in the request's own text may give most of it already. So four drafts are compared: the head,
+n-grams before the head, the adapted head, and n-grams before the adapted head. A server would adapt
+with what it has after verification: the head's states of the first draft step and the target's
+logits.
 
     bias       logits + b                      b -= rate * sum (q - p)
     low_rank   logits of (h + (h V) U)         U -= rate * sum (h V)^T ((q - p) head)
 
-V is random and fixed, and U begins at 0, so both begin as the head. p = target, q = draft. The answers
-are sampled without an end token, because a small target ends sooner; the end of an answer may be of
-poor quality. Rates are chosen on the first requests, and the table is about the others.
+V is random and fixed, and U begins at 0, so both rules begin with the unchanged head. p = target, q
+= draft. The answers are sampled without an end token, because a small target ends sooner; the end
+of an answer may be of poor quality. Rates are chosen on the first requests, and the table covers
+the remaining requests.
 
 T = output tokens, K = draft tokens, N = rows, D = hidden, W = draft vocabulary, R = rank.
 """
@@ -57,20 +59,22 @@ from redraft.recipes.cli.run import run_recipe
 from redraft.recipes.demo.parts import ANSWERS, make_target
 
 Tokens = NDArray[np.int64]
-"""Tokens of the block that begins after output token t, [T - 1, K]; NOTHING if there is none."""
+"""Draft tokens of the block that begins after output token t, [T - 1, K]; NOTHING where there is
+none.
+"""
 Rule = Literal["none", "bias", "low_rank"]
 WORTH = 0.10  # Gain over head and lookup that would justify the engine code.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adaptation:
-    """How a head adapts."""
+    """Settings with which a head adapts."""
 
     rule: Rule = "none"
     rate: float = 0.0
     rank: int = 16
     every: int = 32
-    """Verified tokens between two updates."""
+    """Number of verified tokens between two updates."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,27 +86,31 @@ class Config:
     draft: Path | None = None
     """EAGLE-3 head of the target; by default one is trained for --minutes."""
     minutes: float = 30.0
-    """Length of that training."""
+    """Length of that training run, in minutes."""
     data: str = str(ANSWERS)
-    """Answers of the target: the head trains on most of them, and the requests ask the rest."""
+    """File with answers of the target. The head is trained on most of them, and the requests ask
+    the remaining questions.
+    """
     num_requests: int = 24
     """Number of requests."""
     num_tuning: int = 8
-    """Number of these on which the rates are chosen, and which the table leaves out."""
+    """Number of requests on which the rates are chosen, and which the table leaves out."""
     num_output_tokens: int = 3000
     """Length of every answer."""
     temperature: float = 0.7
-    """Temperature of the answers; drafts are greedy. At 0 a small target repeats itself."""
+    """Temperature of the answers; drafts are greedy. At temperature 0, a small target repeats
+    itself.
+    """
     num_speculative_tokens: int = 3
-    """Draft tokens of a step."""
+    """Number of draft tokens per step."""
     every: int = 32
-    """Verified tokens between two updates."""
+    """Number of verified tokens between two updates."""
     rank: int = 16
     """Rank of `low_rank`."""
     rates: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
     """Rates to choose from, for each rule."""
     bin_tokens: int = 500
-    """Width of a range of positions in the table."""
+    """Width of a range of positions in the table, in tokens."""
     ngram: Ngram = field(default_factory=Ngram)
     threads: int = 2
     output: Path = Path("outputs/within-request")
@@ -129,7 +137,7 @@ def main(cfg: Config) -> None:
     found: list[dict[str, list[list[float]]]] = []
     for prompt in Progress(judge.prompts, desc="requests", unit="request"):
         text = answer(judge, prompt, cfg)
-        # Results are kept one by one: a killed run continues after the last complete request.
+        # Results are saved one by one, so a killed run continues after the last complete request.
         key = [*identity, asdict(text), [asdict(way) for way in ways.values()]]
         found.append(
             compute_once(
@@ -144,7 +152,7 @@ def main(cfg: Config) -> None:
 
 
 def train_head(cfg: Config, target: str) -> Path:
-    """A head by the best recipe, kept."""
+    """Train a head with the best recipe, and keep it for later runs."""
     course = Course(
         trainer="redraft", family="eagle3", target=target, data=cfg.data, held_out=HELD_OUT,
         minutes=cfg.minutes, every_minutes=cfg.minutes, seed=0, sequence_length=2048, rows=1,
@@ -155,7 +163,7 @@ def train_head(cfg: Config, target: str) -> Path:
 
 
 def list_ways(cfg: Config) -> dict[str, Adaptation]:
-    """The ways to adapt, by name."""
+    """List the ways to adapt, by name."""
     rules: tuple[Rule, ...] = ("bias", "low_rank")
     return {"none": Adaptation(every=cfg.every)} | {
         f"{rule} {rate:g}": Adaptation(rule=rule, rate=rate, rank=cfg.rank, every=cfg.every)
@@ -169,7 +177,7 @@ def list_ways(cfg: Config) -> dict[str, Adaptation]:
 
 
 def answer(judge: Judge, prompt: Prompt, cfg: Config) -> Continuation:
-    """A long answer of the target, kept."""
+    """Generate a long answer of the target, and keep it for later runs."""
     key = [judge.opened.files.fingerprint, prompt, cfg.num_output_tokens, cfg.temperature]
 
     def generate() -> Continuation:
@@ -189,7 +197,7 @@ def answer(judge: Judge, prompt: Prompt, cfg: Config) -> Continuation:
 
 @contextmanager
 def without_tokens(model: Any, ids: Sequence[int]) -> Iterator[None]:
-    """The model never chooses one of these tokens."""
+    """Prevent the model from choosing any of these tokens."""
     at = torch.tensor(list(ids))
     handle = model.get_output_embeddings().register_forward_hook(
         lambda _, __, logits: logits.index_fill(-1, at, float("-inf"))
@@ -208,9 +216,9 @@ def measure(
     ways: Mapping[str, Adaptation],
     cfg: Config,
 ) -> dict[str, list[list[float]]]:
-    """Return accepted tokens and drafts by range of positions, for each way.
+    """Return accepted tokens and drafts by range of positions, for each way to adapt.
 
-    The ways draft alone, and after a lookup.
+    Each way drafts both alone and after a lookup.
     """
     known, steps = read(head, signal, text, cfg.num_speculative_tokens)
     looked_up_TK, text_TK = look_up(text, cfg), follow(text, cfg.num_speculative_tokens)
@@ -227,7 +235,7 @@ def measure(
 def read(
     head: Eagle3, signal: InProcessTarget, text: Continuation, num_tokens: int
 ) -> tuple[TargetSignal, list[DraftStep]]:
-    """One pass of the target and the head over a text."""
+    """Run the target and the head over a text once."""
     batch = Batch.padded([list_ids(text)], len(text.prompt.token_ids))
     known = signal(batch)
     return known, head.draft_steps(batch, known, num_tokens)
@@ -238,17 +246,17 @@ def list_ids(text: Continuation) -> list[int]:
 
 
 def follow(text: Continuation, num_tokens: int) -> Tokens:
-    """The text after output token t."""
+    """Return the text that follows output token t."""
     first, num_rows = len(text.prompt.token_ids) + 1, len(text.output_ids) - 1
     ids_N = np.array(list_ids(text)[first : first + num_rows + num_tokens - 1])
     return np.lib.stride_tricks.sliding_window_view(ids_N, num_tokens)
 
 
 def look_up(text: Continuation, cfg: Config) -> Tokens:
-    """The tokens that n-grams find in the request's text."""
+    """Return the tokens that n-grams find in the request's text."""
     first, num_rows = len(text.prompt.token_ids), len(text.output_ids) - 1
     tokens_TK = np.full((num_rows, cfg.num_speculative_tokens), NOTHING)
-    # The block that begins after output token t follows the prefix that ends with it.
+    # The block that begins after output token t follows the prefix that ends with this token.
     blocks = propose_ngrams(
         list_ids(text), first + 1, num_rows, cfg.ngram, cfg.num_speculative_tokens
     )
@@ -270,11 +278,12 @@ def propose(
     adapter = Adapter(head.head, way)
     tokens_TK = np.full((num_rows, len(steps)), NOTHING)
     for learned in range(0, num_rows + 1, way.every):
-        # `learned` tokens were verified when token learned - 1 was known. This version drafts after
-        # it, and until `every` more are known.
+        # `learned` tokens were verified when token learned - 1 was known. This version of the head
+        # drafts after that token, until `every` more tokens are known.
         rows_N = torch.arange(max(0, learned - 1), min(learned + way.every - 1, num_rows))
         for j, step in enumerate(steps):
-            # Output token t is at position first + t. The head reads it in the row before.
+            # Output token t is at position first + t. The head reads it in the row before that
+            # position.
             states_ND = step.hidden_BTD[0, first - 1 + rows_N]
             best_N = adapter.logits(states_ND).argmax(-1)
             token_N = best_N if step.draft_ids_W is None else step.draft_ids_W[best_N]
@@ -315,16 +324,16 @@ class Adapter:
         self.bias_W = torch.zeros(len(self.head_WD), dtype=dtype)
 
     def logits(self, states_ND: Tensor) -> Tensor:
-        """The corrected logits, [N, W]."""
+        """Return the corrected logits, [N, W]."""
         states_ND = states_ND.to(self.head_WD)
         if self.way.rule == "low_rank":
             states_ND = states_ND + states_ND @ self.down_DR @ self.up_RD
         return states_ND @ self.head_WD.T + self.bias_W
 
     def update(self, states_ND: Tensor, p_NW: Tensor) -> None:
-        """A step down the gradient of the summed cross-entropy to p.
+        """Take a gradient step on the summed cross-entropy to p.
 
-        In a reduced vocabulary p may sum to less than 1.
+        In a reduced vocabulary, p may sum to less than 1.
         """
         if self.way.rule == "none":
             return
@@ -395,7 +404,7 @@ def report(
 
 @dataclass(frozen=True)
 class Sums:
-    """One way over requests, [N]."""
+    """Sums for one way to adapt, by request, [N]."""
 
     accepted_N: NDArray[np.float64]
     drafts_N: NDArray[np.float64]

@@ -1,1 +1,1 @@
-"""Acceptance over minutes of training, in comparison with other trainers."""
+"""Acceptance over minutes of training, compared with other trainers."""

@@ -1,4 +1,4 @@
-"""How long does a draft take to train? tau over minutes of training, compared with other trainers.
+"""Measure how long a draft takes to train: tau over minutes of training, next to other trainers.
 
 $ python -m benchmarks.time_to_tau                       # EAGLE-3 for SmolLM2, eight hours on two cores
 $ python -m benchmarks.time_to_tau --family dflash
@@ -11,23 +11,23 @@ $ python -m benchmarks.time_to_tau --minutes 2 --every-minutes 1 --seeds 1 --num
     seed 1: ...                                                                         ├─► forecast, vLLM
     seed 2: ...                                                                         ┘   ─► curves, ratios
 
-Every trainer gets the same rows of answers in the same order, all threads, and runs alone.
-Its heads are judged afterwards by redraft's forecast on questions that nobody has trained on, and the
-last one in vLLM. The same command continues after a kill: finished trainings and judgements are kept,
-and the interrupted training begins again.
+Every trainer gets the same rows of answers in the same order, all threads, and runs alone. Its
+heads are judged afterwards by redraft's forecast on questions that no trainer has seen, and the
+last head is also measured in vLLM. After a kill, the same command continues: finished training runs
+and judgements are kept, and the interrupted training run begins again.
 
-report.json is written after every training:
+report.json is written after every training run:
 
 | key | content |
 |---|---|
 | `time_to_tau` | `ratio_PEER`: minutes until redraft's defaults reach the peer's last tau, over the peer's |
 | `equal_time` | `PEER`: gain in tau over the peer, in the last minute that both have |
-| `equal_labels` | `PEER`: the same after as many answer tokens as both have read |
+| `equal_labels` | `PEER`: gain in tau over the peer, after as many answer tokens as both have read |
 | `trainers` | by name: settings, runs, `curve` over minutes, and the last tau as `forecast` |
 
-The best recipe is compared likewise under `best_ratio_PEER` and `best_PEER`. Each figure has
+The best recipe is compared in the same way under `best_ratio_PEER` and `best_PEER`. Each figure has
 `value`, `low` and `high` (95%, over questions and seeds). A ratio with `reached` false is a lower
-bound: in some seed the head never reached the peer's tau.
+bound: with at least one seed, the head never reached the peer's tau.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ HELD_OUT = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One way to train a head."""
+    """A trainer with its settings."""
 
     title: str
     trainer: str = OURS
     rows: int | None = None
-    """Rows per step; None uses the trainer's default."""
+    """Number of rows per step; None uses the trainer's default."""
     flags: tuple[str, ...] = ()
 
 
@@ -91,7 +91,7 @@ BEST: Mapping[str, tuple[str, ...]] = {
         *("--optim.momentum", "0.8", "--mixed-precision", "bf16"),
     ),
 }
-"""Flags of the recipe for half an hour on two cores, as in `redraft bench`."""
+"""Flags of the best recipe for half an hour on two cores, as in `redraft bench`."""
 
 SMALL: Mapping[str, tuple[str, ...]] = {
     "eagle3": (),
@@ -106,12 +106,12 @@ SIDES: Mapping[str, Side] = {
     "speculators_small": Side(title="speculators, small steps", trainer="speculators", rows=1),
     "modelopt": Side(title="ModelOpt", trainer="modelopt"),
 }
-"""Settings by name. `best` and `speculators_small` take small steps, more of which fit into half an
-hour on a CPU.
+"""Settings by name. `best` and `speculators_small` use small steps, because more of them fit into
+half an hour on a CPU.
 """
 
 USUAL = (OURS, "best", "speculators", "speculators_small")
-"""The trainers that need no further package."""
+"""Trainers that need no additional package."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,44 +121,52 @@ class Config:
     trainers: tuple[str, ...] = USUAL
     """Trainers to compare: redraft, best, speculators, speculators_small, modelopt."""
     peers: Path | None = None
-    """Folder with packages of peers (`pip install --no-deps --target`), unless they are installed."""
+    """Folder with the packages of other trainers (`pip install --no-deps --target`), unless they
+    are installed.
+    """
     minutes: float = 30.0
-    """Length of each training."""
+    """Length of each training run, in minutes."""
     every_minutes: float = 5.0
     """Minutes of training between two heads that are judged."""
     seeds: int = 3
-    """Number of trainings of each trainer."""
+    """Number of training runs of each trainer, each with a new seed."""
     rows: int | None = None
-    """Rows of every trainer's step, for a short form; by default each trainer's own choice."""
+    """Number of rows per step for every trainer, for a short form; by default, each trainer uses
+    its own default.
+    """
     sequence_length: int = 2048
-    """Tokens of a row, the same for all trainers."""
+    """Length of a row in tokens, the same for all trainers."""
     num_questions: int = 64
-    """Held-out questions that judge the heads."""
+    """Number of held-out questions on which the heads are judged."""
     max_tokens: int = 128
     """Maximum length of an answer, in tokens."""
     num_speculative_tokens: int = 3
-    """Draft tokens per step, in forecast and engine."""
+    """Number of draft tokens per step, in forecast and engine."""
     engine: bool = True
-    """Serve the last head of every training in vLLM."""
+    """Also measure the last head of every training run in vLLM."""
     threads: int = 2
-    """Threads of each training."""
+    """Number of threads of each training run."""
     target: str | None = None
     """Folder of the target; by default SmolLM2-135M-Instruct, made in --parts."""
     data: str = str(ANSWERS)
-    """Answers of the target."""
+    """File with answers of the target."""
     parts: Path = Path("outputs/parts")
     """Folder of the default target."""
     flags: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Word to append to the command of every training of redraft, once for each."""
+    """Argument to append to the command of every training run of redraft; repeat the flag for each
+    word.
+    """
     output: Path | None = None
-    """Folder for report.json, curves.svg and the trainings; by default outputs/time-to-tau/FAMILY."""
+    """Folder for report.json, curves.svg and the training runs; by default
+    outputs/time-to-tau/FAMILY.
+    """
 
     def __post_init__(self) -> None:
         require_least(self, "", seeds=1, num_questions=2, max_tokens=2, threads=1)
         if not 0 < self.every_minutes <= self.minutes:
             raise ValueError("--every-minutes must be above 0, and at most --minutes")
         if unknown := set(self.trainers) - set(SIDES):
-            raise ValueError(f"no trainer {min(unknown)}: choose from {', '.join(SIDES)}")
+            raise ValueError(f"there is no trainer {min(unknown)}: choose from {', '.join(SIDES)}")
 
     @property
     def folder(self) -> Path:
@@ -169,9 +177,10 @@ def main(cfg: Config) -> None:
     """Train, judge and report.
 
     Raises:
-        ValueError: a package is missing, a flag is wrong, or --output contains another comparison.
+        ValueError: a package is missing, a flag is wrong, or --output contains a different
+            comparison.
     """
-    # 1. refuse what cannot work
+    # 1. Refuse settings that cannot work.
     for name in cfg.trainers:
         if (peer := PEERS.get(SIDES[name].trainer)) is not None:
             peer.require(cfg.family, cfg.peers)
@@ -185,7 +194,7 @@ def main(cfg: Config) -> None:
         make_settings(course)
         require_same(course)
 
-    # 2. train one after another, and judge the heads found
+    # 2. Train one run after another, and judge their heads.
     judge = Judge(
         target=target,
         data=cfg.data,
@@ -231,10 +240,11 @@ def make_course(cfg: Config, target: str, name: str, seed: int) -> Course:
 
 
 def require_same(course: Course) -> None:
-    """Raise ValueError if the folder contains a finished course with other settings."""
+    """Raise ValueError if the folder contains a finished course with different settings."""
     if course.result.is_file() and read_course(course).course != course:
         raise ValueError(
-            f"{course.output} contains a training with other settings: pass another --output"
+            f"{course.output} contains a training run with different settings: pass a different "
+            f"--output"
         )
 
 
@@ -243,7 +253,7 @@ def read_course(course: Course) -> Finished:
 
 
 def run_course(course: Course) -> Finished:
-    """Return the marks of a course, which runs in a process of its own unless it is finished.
+    """Return the marks of a course, which runs in a separate process unless it is finished.
 
     Raises:
         ValueError: the course failed, after it printed the reason.
@@ -257,7 +267,8 @@ def run_course(course: Course) -> Finished:
     done = subprocess.run([*command, msgspec.json.encode(course).decode()], env=env)
     if done.returncode:
         raise ValueError(
-            f"{course.output} failed, see above: fix the problem and run the same command again"
+            f"{course.output} failed for the reason above: fix the problem and run the same "
+            f"command again"
         )
     return read_course(course)
 
@@ -270,7 +281,7 @@ class Judged:
     counts: list[Counts]
     """By mark."""
     engine: Counts | None
-    """Of the last head."""
+    """Counts of the last head in the engine."""
 
     @property
     def marks(self) -> list[Mark]:
@@ -332,7 +343,7 @@ def report(cfg: Config, target: str, judged: Mapping[str, Sequence[Judged]]) -> 
 
 
 def compare(curves: Mapping[str, Sequence[Curve]]) -> dict[str, dict[str, Any]]:
-    """redraft's sides against the peers', on the seeds that both have."""
+    """Compare redraft's sides with the peers', on the seeds that both have."""
     found: dict[str, dict[str, Any]] = {"time_to_tau": {}, "equal_time": {}, "equal_labels": {}}
     for peer, theirs in curves.items():
         for own, prefix in ((OURS, ""), ("best", "best_")):
@@ -363,7 +374,7 @@ def describe(found: Estimate) -> dict[str, float | None]:
 
 
 def over_minutes(curves: Sequence[Curve], every_minutes: float) -> list[dict[str, Any]]:
-    """tau at the start, every few minutes, and at the end."""
+    """Return tau at the start, every few minutes, and at the end."""
     first = float(np.mean([curve.minutes_M[0] for curve in curves]))
     last = min(curve.last_minute for curve in curves)
     between = np.arange(every_minutes, last, every_minutes).tolist()

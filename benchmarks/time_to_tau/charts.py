@@ -14,7 +14,7 @@ WIDTH, HEIGHT = 760, 320
 def draw_curves(
     points: Rows, names: Sequence[str], x_title: str = "minutes of training"
 ) -> alt.LayerChart:
-    """tau over `x`, with a line and a band (`low` to `high`) for each `series`."""
+    """Draw tau over `x`, with a line and a band (`low` to `high`) for each `series`."""
     base = panel(points, HEIGHT).encode(
         x=alt.X("x:Q", title=x_title, axis=alt.Axis(grid=False)),
         color=alt.Color(

@@ -1,11 +1,12 @@
-"""One training of a head against the clock, in a process of its own.
+"""Train one head against the clock, in a separate process.
 
     rows of answers ─► the target's states ─► a trainer's step ─► the clock ─► at each mark: the head
     the same for all   computed here           its own code        stops        as a folder
 
-A course opens the target and the data as `redraft train` does, and hands the same packed rows, in the
-order of its seed, to every trainer. Its minutes are minutes of training: the start of the head, the
-target's passes and the steps. Opening the data, measuring the speed and writing heads are outside.
+A course opens the target and the data as `redraft train` does, and gives every trainer the same
+packed rows, in the order of its seed. Its minutes are minutes of training, i.e. creating the head,
+the target's passes and the steps. They do not include opening the data, measuring the speed and
+writing heads.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ TIMED_STEPS = 3  # Steps to measure the speed by, after one that also warms up.
 
 @dataclass(frozen=True, kw_only=True)
 class Course:
-    """The settings of one training, for its process."""
+    """The settings of one training run, passed to its process."""
 
     trainer: str
     """`redraft`, or the name of a peer."""
@@ -54,7 +55,9 @@ class Course:
     data: str
     held_out: float
     minutes: float
-    """Length of the training. The number of steps follows from the speed of the first ones."""
+    """Length of the training run, in minutes. The number of steps is planned from the speed of the
+    first steps.
+    """
     every_minutes: float
     """Minutes between two marks."""
     seed: int
@@ -67,11 +70,11 @@ class Course:
     peers: str | None = None
     """Folder with packages of peers."""
     settings: tuple[str, ...] = ()
-    """Settings of another project's trainer as NAME=VALUE, in place of its defaults."""
+    """Settings of a peer's trainer as NAME=VALUE, in place of its defaults."""
     tokens: str
     """Folder of the tokenised data, which all courses share."""
     output: str
-    """Folder of the heads, and of `course.json`, which is written last."""
+    """Folder for the heads, and for `course.json`, which is written last."""
 
     @property
     def result(self) -> Path:
@@ -80,7 +83,7 @@ class Course:
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """A head on its way."""
+    """A head exported during training."""
 
     minutes: float
     cpu_minutes: float
@@ -89,7 +92,7 @@ class Mark:
     labels: int
     """Answer tokens read so far, once for each pass over the data."""
     head: str
-    """Folder, inside the course's."""
+    """Folder of the head, relative to the course's folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,17 +132,17 @@ class Training:
         self.planned = self.steps = self.tokens = self.labels = 0
 
     def batch(self, index: int, rows: int) -> Batch:
-        """Rows of the step `index`."""
+        """Return the rows of step `index`."""
         return self.run.data.train.batch(index, batch_size=rows)
 
     def states(self, layers: Sequence[int]) -> InProcessTarget:
-        """The target's states after `layers`."""
+        """Return the target's states after `layers`."""
         return InProcessTarget(self.run.target.model, layers)
 
     def plan(self, take_step: Callable[[int], object], per: int = 1) -> None:
-        """Take a few steps with a copy, and plan as many as fill the minutes at that speed.
+        """Take a few steps with a copy, and plan as many steps as fill the minutes at that speed.
 
-        A call takes `per` steps.
+        A call of the copy takes `per` steps.
         """
         take_step(0)
         seconds = []
@@ -201,7 +204,7 @@ class Training:
 
 
 def make_settings(course: Course) -> HeadConfig[Any]:
-    """The settings of `redraft train` for a course.
+    """Return the settings of `redraft train` for a course.
 
     Raises:
         ValueError: a flag is wrong.

@@ -1,9 +1,9 @@
-"""tau over minutes and over labels, and the statistics derived from it, with intervals.
+"""Curves of tau over minutes and over labels, and statistics derived from them, with intervals.
 
-The value of a statistic is its mean over the seeds. Its error combines that over questions, which
-leaves out each in turn, and that over seeds. All sides of a statistic share the questions and the
-seeds, so how hard a question is cancels out. One seed shows no spread: the interval is then over
-questions.
+The value of a statistic is its mean over the seeds. Its error combines the error over questions (a
+jackknife) and the error over seeds. All sides of a statistic share the questions and the seeds, so
+the difficulty of a question cancels out. With one seed, there is no spread over seeds, and the
+interval is only over questions.
 
 M = marks, Q = questions.
 """
@@ -25,7 +25,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Curve:
-    """One course, judged at its marks."""
+    """The results of one course at its marks."""
 
     minutes_M: Array
     labels_M: Array
@@ -34,7 +34,7 @@ class Curve:
 
     @property
     def taus(self) -> Array:
-        """tau at every mark, [M]."""
+        """Return tau at every mark, [M]."""
         return np.asarray(1 + self.accepted_MQ.sum(1) / self.drafts_MQ.sum(1))
 
     def without(self, question: int) -> Curve:
@@ -50,7 +50,7 @@ class Curve:
         return float(self.labels_M[-1])
 
     def at_minute(self, minute: float) -> float:
-        """Return tau at this minute, on a straight line between two marks.
+        """Return tau at this minute, interpolated linearly between two marks.
 
         Before the first mark and after the last one, tau is constant.
         """
@@ -60,7 +60,7 @@ class Curve:
         return float(np.interp(label, self.labels_M, self.taus))
 
     def first_minute(self, tau: float) -> float:
-        """Return the first minute with this tau; infinite if there is none."""
+        """Return the first minute at which tau is reached; infinite if it is never reached."""
         taus = self.taus.tolist()
         minutes = self.minutes_M.tolist()
         if taus[0] >= tau:
@@ -73,14 +73,14 @@ class Curve:
 
 
 Statistic = Callable[..., float]
-"""Of a curve of each side, for one seed."""
+"""A function of one curve per side, all with the same seed."""
 
 
 def estimate(statistic: Statistic, *sides: Sequence[Curve]) -> Estimate:
-    """The statistic over all questions and seeds; `sides` have a curve for each seed.
+    """Estimate the statistic over all questions and seeds; `sides` have a curve for each seed.
 
     Raises:
-        ValueError: the sides have other seeds or questions.
+        ValueError: the sides have different seeds or questions.
     """
     if len({len(side) for side in sides}) != 1 or not sides[0]:
         raise ValueError(f"each side needs the same seeds, got {[len(side) for side in sides]}")
@@ -111,13 +111,13 @@ def _over_questions(
     ]
     squares = float(np.square(np.subtract(left_out, value)).sum())
     error = math.sqrt((num_questions - 1) / num_questions * squares)
-    # Kish's number of equal questions, as in `eval.intervals`.
+    # This is Kish's effective number of questions, as in `eval.intervals`.
     effective = float(drafts_Q.sum() ** 2 / np.square(drafts_Q).sum())
     return Estimate(value, error, max(1.0, effective - 1))
 
 
 def minutes_to_reach(ours: Curve, theirs: Curve) -> float:
-    """Our minutes to the peer's last tau; if we never reach it, all our minutes."""
+    """Return our minutes to the peer's last tau; if we never reach it, all our minutes."""
     return min(ours.first_minute(theirs.at_minute(theirs.last_minute)), ours.last_minute)
 
 
@@ -126,17 +126,17 @@ def reaches(ours: Curve, theirs: Curve) -> bool:
 
 
 def ratio(ours: Curve, theirs: Curve) -> float:
-    """Our minutes to the peer's last tau, over the peer's."""
+    """Return our minutes to the peer's last tau, over the peer's minutes."""
     return minutes_to_reach(ours, theirs) / theirs.last_minute
 
 
 def gain_at_equal_time(ours: Curve, theirs: Curve) -> float:
-    """Our tau minus the peer's, in the last minute that both have."""
+    """Return our tau minus the peer's, in the last minute that both have."""
     minute = min(ours.last_minute, theirs.last_minute)
     return ours.at_minute(minute) - theirs.at_minute(minute)
 
 
 def gain_at_equal_labels(ours: Curve, theirs: Curve) -> float:
-    """Our tau minus the peer's, after as many answer tokens as both have read."""
+    """Return our tau minus the peer's, after as many answer tokens as both have read."""
     label = min(ours.last_label, theirs.last_label)
     return ours.at_label(label) - theirs.at_label(label)

@@ -37,7 +37,7 @@ class Judge:
     num_questions: int
     max_tokens: int
     tokens: int
-    """Draft tokens of a step."""
+    """Number of draft tokens per step."""
     folder: Path
 
     @cached_property
@@ -98,7 +98,7 @@ class Judge:
         ]
 
     def serve(self, head: Path) -> Counts:
-        """The counts of a head in vLLM."""
+        """Return the counts of a head in vLLM."""
         (draft,) = self._load([head])
         (counts,) = serve_and_count(
             self.opened,

@@ -1,8 +1,9 @@
 """Run the trainers of other projects on the rows of a course, with their default settings.
 
-Each side keeps its own model, start, loss, optimizer, schedule and precision. All share what is
-outside of a trainer: the rows, in one order, and the target's states, which are computed here and
-count for all. A project's own pipeline would read the states from a server or a disk.
+Each side keeps its own model, start, loss, optimizer, schedule and precision. All sides share what
+is outside a trainer: the rows, in one order, and the target's states, which are computed here and
+whose time counts for every side. A project's own pipeline would read the states from a server or a
+disk.
 """
 
 from __future__ import annotations
@@ -62,9 +63,9 @@ class Peer:
 
 
 def split_documents(batch: Batch, signal: TargetSignal) -> Iterator[Sample]:
-    """The documents of a batch as speculators' data sets give them.
+    """Return the documents of a batch in the form of speculators' data sets.
 
-    The last of the target's layers in `signal` is the last one, before the final norm.
+    The last of the layers in `signal` is the target's last layer, before the final norm.
     """
     assert signal.aux_BTLD is not None
     for row, at in list_documents(batch):
@@ -101,9 +102,9 @@ class _Rows:
 def train_speculators(training: Training) -> None:
     """Train with the `Trainer` of speculators and the defaults of `speculators train`.
 
-    The differences are what a CPU cannot run: eager losses instead of Triton's, dense attention
-    instead of flex attention, and no timing of GPU queues. `--max-steps` sets the length of its
-    schedule.
+    The only differences are those that a CPU requires: eager losses instead of Triton's, dense
+    attention instead of flex attention, and no timing of GPU queues. `--max-steps` sets the length
+    of its schedule.
     """
     from speculators.model import SpeculatorModel
     from speculators.models.eagle3.data import shift_batch
@@ -185,9 +186,10 @@ def train_speculators(training: Training) -> None:
 def train_modelopt(training: Training) -> None:
     """Train ModelOpt's EAGLE-3 model in the trainer of transformers, as its example does.
 
-    A step is a document, padded to a row. The head's sizes come from the target, because the
-    defaults are for a target of 8B. It is exported without YaRN, which is not part of the training,
-    and is not compiled: on a CPU, choosing kernels takes longer than it saves in half an hour.
+    Each step trains on one document, padded to a row. The head's sizes come from the target,
+    because the defaults are for a target with 8B parameters. The head is exported without YaRN,
+    which is not part of training, and it is not compiled, because on a CPU, choosing kernels takes
+    longer than it saves in half an hour.
     """
     import modelopt.torch.speculative as speculative
     from modelopt.torch.export.plugins.hf_spec_export import EagleExporter
@@ -243,7 +245,8 @@ def train_modelopt(training: Training) -> None:
         model = copy.deepcopy(training.run.target.model)
         with contextlib.redirect_stdout(io.StringIO()):
             speculative.convert(model, [("eagle", options)])
-        # Made at the first step otherwise, with an argument that transformers 5.19 has removed.
+        # Otherwise, it would be created at the first step, with an argument that transformers 5.19
+        # has removed.
         model.eagle_module.rotary_emb = LlamaRotaryEmbedding(model.eagle_config)
         arguments = TrainingArguments(
             output_dir=str(Path(course.output) / "run" / "modelopt"),
@@ -293,7 +296,8 @@ def train_modelopt(training: Training) -> None:
     def export(folder: Path) -> None:
         EagleExporter(model).export(folder, torch.bfloat16)
         described = json.loads((folder / CONFIG).read_text())
-        # vLLM's V2 reads the ids only here, and ModelOpt counts layers differently.
+        # vLLM's V2 runner reads the layer ids only from here, and ModelOpt counts layers
+        # differently.
         described["eagle_aux_hidden_state_layer_ids"] = list(layers)
         (folder / CONFIG).write_text(json.dumps(described))
 
@@ -303,7 +307,7 @@ def train_modelopt(training: Training) -> None:
 
 
 def read_modelopt_recipe() -> dict[str, Any]:
-    """Its EAGLE-3 recipe, from the package."""
+    """Read ModelOpt's EAGLE-3 recipe from its package."""
     import yaml  # type: ignore[import-untyped]
 
     files = importlib.resources.files("modelopt_recipes")
@@ -312,7 +316,7 @@ def read_modelopt_recipe() -> dict[str, Any]:
 
 
 def list_documents(batch: Batch) -> Iterator[tuple[int, torch.Tensor]]:
-    """(row, positions) of each document of a batch."""
+    """List (row, positions) of each document of a batch."""
     for row, documents_T in enumerate(batch.document_BT):
         for document in range(int(documents_T.max()) + 1):
             yield row, (documents_T == document).nonzero().squeeze(-1)
@@ -321,7 +325,7 @@ def list_documents(batch: Batch) -> Iterator[tuple[int, torch.Tensor]]:
 def take_offline(
     signal: TargetSignal, row: int, at: torch.Tensor, ids: torch.Tensor, width: int
 ) -> dict[str, Any]:
-    """A document as ModelOpt's offline training reads it, padded to `width`."""
+    """Return a document in the form that ModelOpt's offline training reads, padded to `width`."""
     assert isinstance(signal.distribution, ExactTarget)
     assert signal.aux_BTLD is not None
     room = width - len(ids)

@@ -1,1 +1,1 @@
-"""Speed and memory of training against other trainers."""
+"""Speed and memory of training, compared with other trainers."""

@@ -1,4 +1,4 @@
-"""Measure the speed and memory of training against other trainers.
+"""Measure the speed and memory of training, compared with other trainers.
 
 The ratios come from one interleaved run.
 
@@ -6,27 +6,28 @@ $ python -m benchmarks.training                            # losses and whole st
 $ python -m benchmarks.training --cases EAGLE --profile    # one family, with a profile
 $ python -m benchmarks.training --gpu                      # steps that `redraft plan` counts, run on one GPU
 
-Peers are measured as they ship and compiled (`torch.compile`), and so is ours (`--loop.compile`):
-compiled peers are compared with ours compiled. A peer that does not run on this machine is
-reported and left out.
+Peers are measured as they ship and compiled (`torch.compile`), and so is redraft
+(`--loop.compile`). Compiled peers are compared with compiled redraft. A peer that does not run on
+this machine is reported and left out.
 
-Each case runs in a separate process. Its sides take turns with the bare matmuls of the same shapes,
-so a change of the machine's speed affects all of them. Peak memory is the memory above weights and
-inputs, after runs that compile. A ratio below the requirement is printed, and is not an error.
+Each case runs in a separate process. Its sides take turns with bare matmuls of the same shapes, so
+a change of the machine's speed affects all of them. Peak memory is measured above weights and
+inputs, after the runs that compile. A ratio that misses its requirement is printed, but is not an
+error.
 
 The file is written after every case:
 
 | key | content |
 |---|---|
 | `ratio.FAMILY.PEER` | tokens/s, ours over the peer's: `median`, `low` and `high` of the rounds |
-| `memory.FAMILY.PEER` | peak memory likewise; `low` and `high` are the least and the most that the peaks allow |
+| `memory.FAMILY.PEER` | peak memory, ours over the peer's; `low` and `high` are the extremes that the peaks allow |
 | `cases` | all measurements of every case |
 | `environment`, `date`, `device`, `rounds` | of the run |
 
 FAMILY is a draft's family, `kl` (a whole step of a standalone draft), `fused_kl` (the loss alone)
 or `lk_hybrid` (an EAGLE-3 step, whose peer is our `forward_kl`). PEER is speculators, modelopt,
-trl, liger or naive. Each entry is that of the peer compiled, if that ran (`compiled`), and of the
-worst of the family's bfloat16 cases (`case`), or of its float32 cases if there are no others.
+trl, liger or naive. Each entry is for the compiled peer, if it ran (`compiled`), and for the worst
+of the family's bfloat16 cases (`case`), or of its float32 cases if it has no bfloat16 cases.
 """
 
 from __future__ import annotations
@@ -68,16 +69,16 @@ class Config(gpu.Config):
     outputs/bench/gpu.json.
     """
     rounds: int = 5
-    """Times each side runs; a ratio is the median of the rounds' ratios."""
+    """Number of runs of each side. A ratio is the median of the rounds' ratios."""
     threads: int = 0
-    """Threads for torch. 0 uses torch's default."""
+    """Number of torch threads. 0 uses torch's default."""
     device: Literal["cpu", "cuda"] | None = None
-    """Device to measure on; by default the GPU if torch finds one, else the CPU. Only the fused
-    loss has sizes for GPUs: kernel launches limit the other cases there, and --gpu measures steps
-    of real sizes.
+    """Device to measure on; by default, the GPU if torch finds one, otherwise the CPU. Only the
+    fused loss has sizes for GPUs. In the other cases, kernel launches would dominate on a GPU;
+    --gpu measures steps of real sizes.
     """
     cases: str = ""
-    """Only cases whose name contains this."""
+    """Measure only cases whose name contains this text."""
     gpu: bool = False
     """Run the steps that `redraft plan` counts, at the sizes of --target, on this machine's GPU:
     tokens/s, share of the data sheet's FLOP/s, and peak memory of a standalone draft, EAGLE-3,
@@ -88,7 +89,7 @@ class Config(gpu.Config):
 
 
 def list_cases(device: str) -> list[Case]:
-    """All cases, with the sides that run on the device."""
+    """List all cases, with the sides that run on the device."""
     return [*fused_loss_cases(device), *kl_step_cases(device), *head_cases(device)]
 
 
@@ -143,20 +144,23 @@ def measure_cases(cfg: Config) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """Ours over a peer's."""
+    """The ratio of redraft's result to a peer's."""
 
     median: float
     low: float
     high: float
     compiled: bool
-    """The peer was compiled."""
+    """Whether the peer was compiled."""
     case: str
 
 
 def make_report(
     measured: Sequence[tuple[Case, Measurement]], run: dict[str, Any]
 ) -> dict[str, Any]:
-    """The content of the file, as the module's text describes it; `run` describes the run."""
+    """Return the content of the file, as described in the module's docstring.
+
+    `run` describes the run.
+    """
     families = dict.fromkeys(case.family for case, _ in measured)
     ratio: dict[str, dict[str, Any]] = {family: {} for family in families}
     memory: dict[str, dict[str, Any]] = {family: {} for family in families}
@@ -194,7 +198,7 @@ def find_side(case: Case, result: Measurement, peer: str) -> str | None:
 
 
 def compare_speed(case: Case, result: Measurement, side: str) -> Compared:
-    """Tokens/s of every round, ours over the side's."""
+    """Compare the tokens/s of every round, ours over the given side's."""
     ratios = round_ratios(
         result.sides[side].wall_s, result.sides[case.own_side(side, result.sides)].wall_s
     )
@@ -229,7 +233,7 @@ def compare_memory(case: Case, result: Measurement, side: str) -> Compared:
 
 
 def worth_measuring(cases: Sequence[Case], machine: Machine) -> Sequence[Case]:
-    """The cases in dtypes with hardware support."""
+    """Return the cases in dtypes with hardware support."""
     if machine.has_bfloat16:
         return cases
     print("no hardware for bfloat16 here: measuring float32 only", flush=True)
@@ -237,7 +241,7 @@ def worth_measuring(cases: Sequence[Case], machine: Machine) -> Sequence[Case]:
 
 
 def lines(case: Case, result: Measurement) -> Iterator[str]:
-    """The table of one case: a line per side, with the ratios of ours to it."""
+    """Return the table of one case: a line per side, with the ratio of redraft's result to it."""
     floor_s = result.sides[FLOOR].wall_s
     yield f"{case.name} ({result.gflops_per_s:,.0f} GFLOP/s in the matmuls alone)"
     for name in (OURS, OURS_COMPILED):

@@ -1,12 +1,12 @@
-"""`python -m benchmarks.training --gpu`.
+"""Run the steps that `redraft plan` counts on a GPU, and compare the time with the estimate.
 
-The steps that `redraft plan` counts, run on a GPU, and compared with the estimate.
+This is `python -m benchmarks.training --gpu`.
 
 plan (`count.make_plan`) ─► counted FLOPs and estimate
                         └─► run with random weights ─► tokens/s, share of the FLOP/s, peak memory
 
-The file is written after every family, so that a family that crashes the process loses no result of
-another.
+The file is written after every family, so that if a family crashes the process, the results of
+earlier families are not lost.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Config(PlanConfig):
     """A step to count and run."""
 
     compile: bool = False
-    """With --gpu, run the step with compiled layers (--loop.compile). The count is of separate
-    operations.
+    """With --gpu, run the step with compiled layers (--loop.compile). The counted operations are
+    those of uncompiled layers.
     """
 
 
@@ -64,16 +64,17 @@ class GpuResult:
 
     family: str
     target: str
-    """The name of its sizes."""
+    """The name of the target's sizes."""
     settings: str
     """The flags of `redraft plan` that count this step."""
     tokens: int
-    """Tokens of a step."""
+    """Number of tokens in a step."""
     tokens_per_s: float
     flops_per_s: float
-    """Counted FLOPs of the step over the time; nothing that is computed a second time counts."""
+    """Counted FLOPs of the step divided by its time; recomputation does not count."""
     mfu: float | None
-    """`flops_per_s` as a share of the data sheet's; None for a device that is not in `operations`.
+    """`flops_per_s` as a share of the data sheet's value; None for a device that is not in
+    `operations`.
     """
     peak_gb: float | None
     estimated_tokens_per_s: float | None
@@ -117,7 +118,7 @@ def measure_all(
 ) -> None:
     """Measure the families on the device that its driver calls `name`.
 
-    Print and write each as it is done.
+    Print and write each result as soon as it is available.
 
     Raises:
         ValueError: no family ran.
@@ -139,11 +140,11 @@ def measure_all(
         write_whole(output, json.dumps(report, indent=2) + "\n")
     print(f"written to {output}")
     if not results:
-        raise ValueError("no family ran: the reasons are above")
+        raise ValueError("no family ran, for the reasons above")
 
 
 def find_device(name: str) -> Device | None:
-    """The data sheet of a GPU by the name that its driver gives."""
+    """Find the data sheet of a GPU by the name that its driver reports."""
     return next((device for device in DEVICES if device.name in name), None)
 
 
@@ -154,41 +155,45 @@ def measure(
     sheet: Device | None,
     rounds: int,
 ) -> Iterator[GpuResult | LeftOut]:
-    """Yield the result of each family, or the reason why it did not run. The others continue."""
+    """Yield the result of each family, or the reason why it did not run.
+
+    A family that fails does not stop the others.
+    """
     for family in families:
         try:
             own = choose_sizes(cfg, family, sheet)
             yield measure_plan(own, make_plan(own), device, sheet, rounds)
-        # All exceptions: a compiler of kernels has a different type for every stage.
+        # Catch all exceptions, because a kernel compiler has a different exception type for every
+        # stage.
         except Exception as error:
             yield LeftOut(
                 family=family, target=replace(cfg, family=family).target_name, reason=explain(error)
             )
-        # Modules in reference cycles keep device memory until they are collected. The next family
-        # needs it.
+        # Modules in reference cycles keep device memory until they are collected, and the next
+        # family needs it.
         gc.collect()
 
 
 def choose_sizes(cfg: Config, family: FamilyName, sheet: Device | None) -> Config:
-    """The flags of a family's step.
+    """Choose the flags of a family's step.
 
-    Those by which `redraft plan` fits it on this GPU, or on the smallest.
+    With them, `redraft plan` fits the step on this GPU, or on the smallest known one.
     """
     smallest = min(DEVICES, key=lambda device: device.memory_bytes)
     return cast(Config, fit(replace(cfg, family=family), sheet or smallest))
 
 
 def explain(error: Exception) -> str:
-    """The reason in one line."""
+    """Explain an error in one line."""
     first = next(iter(str(error).splitlines()), "")
     if isinstance(error, torch.cuda.OutOfMemoryError):
         return f"it does not fit ({first})"
-    # Other exceptions are not written for users, and their type says more than the text.
+    # Other exceptions are not written for users, so their type says more than their text.
     return first if isinstance(error, ValueError) else f"{type(error).__name__}: {first}"
 
 
 def count_model_flops(plan: Plan, counted: Counted) -> int:
-    """FLOPs of a step without recomputation, as for an MFU (arXiv 2204.02311, appendix B)."""
+    """Count a step's FLOPs without recomputation, as for an MFU (arXiv 2204.02311, appendix B)."""
     if not plan.gradient_checkpointing:
         return count_flops(counted)
     return count_flops(count_step(replace(plan, gradient_checkpointing=False)))
@@ -218,22 +223,22 @@ def measure_plan(
 
 
 SHARES = {"product": 0.65, "attention": 0.4}
-"""The part of a device's FLOP/s that large matrix products and fused attention kernels reach."""
+"""Share of a device's FLOP/s that large matrix products and fused attention kernels reach."""
 
 BANDWIDTH_SHARE = 0.85  # the part of the memory's bandwidth that kernels reach
 LAUNCH_S = 5e-6  # shortest time of an operation: eager PyTorch launches about 200,000 a second
 
 
 def estimate_s(operations: Counter[Operation], device: Device) -> float:
-    """The time of counted operations: each the longest of computing, moving and launching.
+    """Estimate the time of counted operations: each takes the longest of compute, memory and launch.
 
-    It is no measurement, and no card has confirmed it.
+    This is not a measurement, and has not been confirmed on any GPU.
     """
 
     def seconds(work: Operation) -> float:
         computing = work.flops / (device.flops_per_s * SHARES.get(work.kind, 1.0))
         moving = work.num_bytes / (device.bytes_per_s * BANDWIDTH_SHARE)
-        # A view moves no byte and launches no kernel.
+        # A view moves no data and launches no kernel.
         return max(computing, moving, LAUNCH_S if work.num_bytes else 0.0)
 
     return sum(seconds(work) * times for work, times in operations.items())
@@ -241,16 +246,16 @@ def estimate_s(operations: Counter[Operation], device: Device) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """A step that was run."""
+    """The measurements of a step that was run."""
 
     seconds: float
     """The median."""
     peak_bytes: int | None
-    """Maximum memory of the device in use, weights included; None on a CPU."""
+    """Peak memory in use on the device, including weights; None on a CPU."""
 
 
 class Unmarked:
-    """A `Marker` that keeps nothing."""
+    """A `Marker` that records nothing."""
 
     def begin(self, part: str) -> None: ...
 
@@ -258,13 +263,13 @@ class Unmarked:
 def prepare_step(
     plan: Plan, device: torch.device, *, compiles: bool = False
 ) -> Callable[[Marker], None]:
-    """The step of `count_step` on a device, with random weights.
+    """Prepare the step of `count_step` on a device, with random weights.
 
-    Each call runs it once and marks its parts.
+    Each call of the result runs the step once and marks its parts.
     """
     torch.manual_seed(0)
     model, draft = make_models(plan, device)
-    # Made on the CPU and moved: the generator of the ids is the CPU's.
+    # Created on the CPU and moved, because the generator of the ids is on the CPU.
     batch = to_device(make_batch(plan), device)
     with device:
         source = make_source(plan, model, draft, batch, has_weights=False)
@@ -301,7 +306,7 @@ def time_step(
 
 
 def write_flags(cfg: PlanConfig) -> str:
-    """The flags of `redraft plan` that differ from its defaults."""
+    """Return the flags of `redraft plan` that differ from its defaults."""
     words = []
     for one in fields(PlanConfig):
         value = getattr(cfg, one.name)

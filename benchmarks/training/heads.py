@@ -1,6 +1,6 @@
 """Cases of `benchmarks.training`.
 
-A whole training step of a head (forward, backward, AdamW) on given target features.
+Each case is a whole training step of a head (forward, backward, AdamW) on given target features.
 
 B = batch, T = tokens, D = hidden, V = vocabulary, L = aux layers, M = labelled rows.
 """
@@ -53,7 +53,7 @@ SIZES = Sizes(
 TOKENS = SIZES.batch * SIZES.length
 
 BLOCK_SIZES = dataclasses.replace(SIZES, layers=2, anchors=128)
-"""Sizes of DFlash and DSpark, without the number of steps. Blocks have eight slots."""
+"""Sizes of DFlash and DSpark, without the number of draft steps. Blocks have eight slots."""
 
 MARKOV_RANK = 256
 
@@ -69,7 +69,7 @@ def head_cases(device: str) -> list[Case]:
 
 
 def head_case(family: str, dtype: DtypeName, device: str) -> Case:
-    """The case of one family, with all weights in `dtype`."""
+    """Make the case of one family, with all weights in `dtype`."""
     naive = Against(description="the same head, each step's logits in full, autograd", peer=NAIVE)
     against = {NAIVE: naive, **list_sides(PEERS[family], device)}
     speeds = FAMILIES[family].aims
@@ -88,7 +88,7 @@ def head_case(family: str, dtype: DtypeName, device: str) -> Case:
 
 
 def build_head(family: str, dtype: DtypeName, side: str, device: str) -> Run:
-    """A training step on random features: ours, the naive one, or another trainer's."""
+    """Build a training step on random features: ours, the naive one, or a peer's."""
     if side in PEERS[family]:
         return PEERS[family][side].build(sizes_of(family), getattr(torch, dtype), device)
     options = {"is_naive": side == NAIVE, "is_compiled": side == OURS_COMPILED}
@@ -104,15 +104,15 @@ def build_ours(
     is_naive: bool = False,
     is_compiled: bool = False,
 ) -> Run:
-    """A training step of redraft's head; compiled as by `--loop.compile`."""
+    """Build a training step of redraft's head, compiled as with `--loop.compile` if asked."""
     head, batch, signal = make_step(family, getattr(torch, dtype), device)
     module = DistillStep(head, divergence)
     if is_compiled:
         compile_layers(head)
         module.compile_loss()
     sizes = sizes_of(family)
-    # About one over the labels. It only has to be the same for both sides, for the losses to
-    # compare.
+    # The scale is about one over the number of labels. It only has to be the same for both sides,
+    # so that their losses can be compared.
     scale = 1 / (sizes.batch * (sizes.anchors * sizes.steps or sizes.length - 1))
 
     def loss() -> Tensor:
@@ -129,7 +129,7 @@ FORWARD_KL, FORWARD_KL_COMPILED = "forward KL", "forward KL, compiled"
 
 
 def lk_hybrid_case() -> Case:
-    """An EAGLE-3 step by lk_hybrid, against one by forward KL."""
+    """Make the case of an EAGLE-3 step with lk_hybrid, compared with one with forward KL."""
     description = "the same step, which learns another divergence"
     return Case(
         name=f"lk_hybrid, EAGLE-3, {SIZES.steps} steps, vocabulary 32k, bfloat16",
@@ -156,9 +156,9 @@ def build_divergence(side: str, device: str) -> Run:
 
 
 def naive_loss(head: Any, batch: Batch, signal: TargetSignal, scale: float) -> Tensor:
-    """The loss of `distill_loss` with whole logits.
+    """Compute the loss of `distill_loss` with materialised logits.
 
-    The [tokens, vocabulary] logits of the target and of every step exist.
+    The [tokens, vocabulary] logits of the target and of every draft step are in memory.
     """
     distribution = signal.distribution
     assert isinstance(distribution, ExactTarget)
@@ -183,7 +183,7 @@ def naive_loss(head: Any, batch: Batch, signal: TargetSignal, scale: float) -> T
 def make_step(
     family: str, dtype: torch.dtype, device: str
 ) -> tuple[nn.Module, Batch, TargetSignal]:
-    """A head, a batch with one document per row, and the target's features."""
+    """Make a head, a batch with one document per row, and the target's features."""
     torch.manual_seed(0)
     config = FAMILIES[family].target()
     target = Target(
@@ -203,14 +203,14 @@ def make_step(
 
 
 def make_llama() -> Any:
-    """Configuration of a target with 8 layers. Only their number is used."""
+    """Make the config of a target with 8 layers. Of the layers, only the number is used."""
     config = SIZES.config(LlamaConfig)
     config.num_hidden_layers = 8
     return config
 
 
 def make_mimo() -> Any:
-    """The same of an architecture with an MTP layer."""
+    """Make the same config for an architecture with an MTP layer."""
     config = SIZES.config(Qwen2Config)
     config.num_hidden_layers = 8
     config.architectures = ["MiMoForCausalLM"]
@@ -222,19 +222,20 @@ def make_mimo() -> Any:
 
 
 def count_medusa() -> tuple[Matmul, ...]:
-    """Logits, a trained head for each step, and a block for each step."""
+    """Count the logits, and a trained head and a block for each step."""
     hidden, steps = SIZES.hidden, SIZES.steps
     weights = Matmul(count=steps, rows=SIZES.vocabulary, inner=TOKENS, columns=hidden)
     return (*_count_logits(), weights, _product(count=3 * steps, inner=hidden, columns=hidden))
 
 
 def count_recurrent(attention_input: int, mix: Matmul) -> tuple[Matmul, ...]:
-    """Logits, the mix of features and embeddings, and one layer in every step."""
+    """Count the logits, the mix of features and embeddings, and one layer in every step."""
     hidden = SIZES.hidden
-    # q has D columns, k and v have D / 2 each: 8 heads share 4 pairs of keys and values.
+    # q has D columns, and k and v have D / 2 each, because 8 query heads share 4 KV heads.
     layer = [(attention_input, 2 * hidden), (hidden, hidden), (hidden, 2 * SIZES.intermediate)]
     layer += [(SIZES.intermediate, hidden)]
-    # 3 products for each matrix of a layer: forward, and the gradients of input and weights.
+    # There are 3 products for each matrix of a layer: forward, and the gradients of input and
+    # weights.
     return (
         *_count_logits(),
         mix,
@@ -244,7 +245,7 @@ def count_recurrent(attention_input: int, mix: Matmul) -> tuple[Matmul, ...]:
 
 def count_peagle() -> tuple[Matmul, ...]:
     sizes = sizes_of("P-EAGLE")
-    # Draft step k is trained on a share of the rows: 0.7^k, but at least 0.2.
+    # Draft step k is trained on a share of the rows, which is 0.7^k, but at least 0.2.
     shares = [max(peagle.Config.keep_ratio**k, peagle.Config.min_share) for k in range(sizes.steps)]
     rows = round(TOKENS * sum(shares))
     # The first layer reads the embedding together with the feature.
@@ -255,7 +256,7 @@ def count_peagle() -> tuple[Matmul, ...]:
 
 
 def count_blocks(family: str) -> tuple[Matmul, ...]:
-    """Products of DFlash, which proposes nothing in the anchor's slot, and of DSpark."""
+    """Count the products of DFlash, which proposes nothing in the anchor's slot, and of DSpark."""
     sizes = sizes_of(family)
     blocks = sizes.batch * sizes.anchors
     keys = _product(
@@ -265,7 +266,7 @@ def count_blocks(family: str) -> tuple[Matmul, ...]:
 
 
 def count_dspark() -> tuple[Matmul, ...]:
-    """As DFlash, and the bias, whose head is trained."""
+    """Count the products of DFlash, and those of the bias, whose head is trained."""
     sizes = sizes_of("DSpark")
     proposed = sizes.batch * sizes.anchors * sizes.steps
     bias = Matmul(count=3, rows=proposed, inner=MARKOV_RANK, columns=sizes.vocabulary)
@@ -277,9 +278,9 @@ def _product(*, count: int, inner: int, columns: int) -> Matmul:
 
 
 def _count_logits() -> tuple[Matmul, ...]:
-    """The target's logits once and the draft's in every step.
+    """Count the target's logits once and the draft's in every step.
 
-    Then [T, V] @ [V, D], the hidden states' gradients.
+    The gradients of the hidden states, [T, V] @ [V, D], follow.
     """
     steps, hidden, vocabulary = SIZES.steps, SIZES.hidden, SIZES.vocabulary
     return (
@@ -293,12 +294,13 @@ def _count_key_columns(sizes: Sizes) -> int:
 
 
 def _count_parallel(sizes: Sizes, proposed: int, rows: int, more: Matmul) -> tuple[Matmul, ...]:
-    """The products of a draft that proposes all tokens in one pass."""
+    """Count the products of a draft that proposes all tokens in one pass."""
     hidden, of_rows = sizes.hidden, functools.partial(Matmul, count=3 * sizes.layers, rows=rows)
     return (
         _product(count=1, inner=hidden, columns=sizes.vocabulary),
         Matmul(count=2, rows=proposed, inner=hidden, columns=sizes.vocabulary),
-        # The target's features need no gradient: forward, and the gradient of the weights.
+        # The target's features need no gradient, so there is only the forward product and the
+        # gradient of the weights.
         _product(count=2, inner=3 * hidden, columns=hidden),
         of_rows(inner=hidden, columns=2 * hidden),
         of_rows(inner=hidden, columns=2 * sizes.intermediate),
@@ -318,11 +320,11 @@ class Benched:
 
     make: Callable[[Target], Any]
     matmuls: Callable[[], tuple[Matmul, ...]]
-    """Products of a step: the target's logits, every step's logits and gradients, and the head's
-    layers.
+    """Matrix products of a training step: the target's logits, every draft step's logits and
+    gradients, and the head's layers.
     """
     aims: Mapping[str, float]
-    """Required ratios of our speed to that of other sides."""
+    """Required ratios of redraft's speed to that of other sides."""
     sizes: Sizes = SIZES
     target: Callable[[], Any] = make_llama
 

@@ -1,6 +1,6 @@
 """Cases of `benchmarks.training`.
 
-The fused divergence alone, and a whole step of a standalone draft.
+They measure the fused divergence alone, and a whole step of a standalone draft.
 
 N = tokens, D = hidden, V = vocabulary, B = batch, T = tokens of a row.
 """
@@ -46,7 +46,8 @@ NUM_TOKENS = 1024
 HIDDEN = 512
 
 GPU_TOKENS, GPU_HIDDEN = 4096, 4096
-"""Sizes of a target of 8B on a GPU: with smaller ones, kernel launches would take most of the time.
+"""Sizes of an 8B target, used on a GPU, where kernel launches would take most of the time with
+smaller sizes.
 """
 
 
@@ -57,16 +58,16 @@ def fused_loss_cases(device: str) -> list[Case]:
 
 
 def loss_sizes(device: str) -> tuple[int, int]:
-    """(N, D) of the case."""
+    """Return (N, D) of the case."""
     return (NUM_TOKENS, HIDDEN) if device == "cpu" else (GPU_TOKENS, GPU_HIDDEN)
 
 
 def fused_loss_case(thousands: int, dtype: DtypeName, device: str) -> Case:
-    """KL of two linear heads, with the gradients of the draft's hidden states and head."""
+    """Make the case of the KL of two linear heads, with the gradients of the draft's states and head."""
     vocabulary, (rows, hidden) = 1024 * thousands, loss_sizes(device)
     matmuls = (
-        # Logits of target and draft; gradients of the draft's hidden states; gradient of the
-        # draft's head.
+        # The products are the logits of target and draft, the gradients of the draft's hidden
+        # states, and the gradient of the draft's head.
         Matmul(count=2, rows=rows, inner=hidden, columns=vocabulary),
         Matmul(count=1, rows=rows, inner=vocabulary, columns=hidden),
         Matmul(count=1, rows=vocabulary, inner=rows, columns=hidden),
@@ -101,7 +102,7 @@ def build_fused_loss(vocabulary: int, dtype: DtypeName, side: str, device: str) 
     num_rows, hidden = loss_sizes(device)
     head_VD, target_head_VD = (make(vocabulary, hidden, scale=hidden**-0.5) for _ in range(2))
     hidden_ND, target_hidden_ND = (make(num_rows, hidden, scale=2.0) for _ in range(2))
-    # The target's tensors get no gradient, on either side.
+    # The target's tensors get no gradient on either side.
     leaves = [hidden_ND.requires_grad_(), head_VD.requires_grad_()]
     if side in FUSED_LOSSES:
         labels_N = torch.zeros(num_rows, dtype=torch.long, device=device)
@@ -139,10 +140,13 @@ def liger_kl(
     *,
     is_compiled: bool,
 ) -> Run:
-    """Liger's chunked forward KL, the mean of the rows. It reads the labels only for padding."""
+    """Compute Liger's chunked forward KL, the mean over rows.
+
+    It reads the labels only to find padding.
+    """
     from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
 
-    # beta 0 is its forward KL
+    # With beta 0, this is its forward KL.
     loss = LigerFusedLinearJSDLoss(
         weight_hard_loss=0.0, weight_soft_loss=1.0, beta=0.0, compiled=is_compiled
     )
@@ -169,7 +173,7 @@ def speculators_kl(
     target_head_VE: Tensor,
     labels_N: Tensor,
 ) -> Run:
-    """Forward KL by the Triton kernels of speculators, which take both sides' logits in full."""
+    """Compute the forward KL with speculators' Triton kernels, which take both sides' full logits."""
     from speculators.losses.fused import fused_kl_div_loss
 
     def loss() -> Tensor:
@@ -211,13 +215,13 @@ def kl_step_cases(device: str) -> list[Case]:
 
 
 def kl_step_case(thousands: int, precision: Precision, device: str) -> Case:
-    """A small Llama learns the distribution of a larger one.
+    """Make the case in which a small Llama learns the distribution of a larger one.
 
-    A step is both models, loss, backward and AdamW.
+    A step runs both models, the loss, the backward pass and AdamW.
     """
     vocabulary = 1024 * thousands
-    # One pass of the target. For the student, one forward pass, and a backward pass of twice its
-    # cost. Without attention scores.
+    # One pass of the target. The student has one forward pass, and a backward pass at twice its
+    # cost. Attention scores are not counted.
     target, student = (
         _linears(target_config(vocabulary), passes=1),
         _linears(student_config(vocabulary), passes=3),
@@ -263,7 +267,7 @@ def _llama(vocabulary: int, layers: int, hidden: int) -> LlamaConfig:
 
 
 def _linears(config: LlamaConfig, passes: int) -> Iterator[Matmul]:
-    """Every linear layer of a model, `passes` times over a batch."""
+    """Count every linear layer of a model, `passes` times over a batch."""
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     for module in model.modules():
@@ -305,7 +309,7 @@ def our_kl(
         compile_layers(draft, signal)
         module.compile_loss()
     batch = Batch.padded(list(ids_BT), device=ids_BT.device)
-    # A row's first token is no label: nothing predicts it.
+    # A row's first token is no label, because nothing predicts it.
     scale = 1 / (STEP_BATCH * (STEP_LENGTH - 1))
 
     def loss() -> Tensor:
@@ -341,7 +345,7 @@ def trl_kl(
         student_logits_BTV = logits(student)
         with torch.no_grad():
             target_logits_BTV = logits(target)
-        # beta 0 is its forward KL
+        # With beta 0, this is its forward KL.
         value: Tensor = divergence(
             student_logits_BTV, target_logits_BTV, labels=ids_BT[:, 1:], beta=0
         )
@@ -396,7 +400,9 @@ KL_PEERS = {
         recorded=("Liger: not measured", f"Liger, compiled, vocabulary 32k: 803 {ON_EPYC}"),
     ),
 }
-"""`build` is called with the two models, the batch's ids and the autocast, and returns the loss."""
+"""`build` is called with the two models, the batch's ids and the autocast context, and returns the
+loss.
+"""
 
 
 def _normal(

@@ -1,10 +1,10 @@
-"""Measurement of a benchmark.
+"""The measurement of a benchmark.
 
-All sides of a case take turns in one process, with the bare matmuls as a floor.
+All sides of a case take turns in one process, with bare matmuls as a floor.
 
 A change of the machine's speed affects all sides, and the matmuls show the speed available. Peak
-memory is the memory of a side above weights and inputs, measured in a fresh process per side, after
-a run that compiles.
+memory is a side's memory above weights and inputs, measured in a fresh process per side, after a
+run that compiles.
 """
 
 from __future__ import annotations
@@ -36,22 +36,24 @@ Run = Callable[[], Tensor]
 """
 
 OURS, OURS_COMPILED = "ours", "ours, compiled"
-"""Ours as it is by default, and with `--loop.compile`, which is compared with compiled peers."""
+"""Names of redraft's sides: by default, and with `--loop.compile`, which is compared with compiled
+peers.
+"""
 FLOOR = "matmuls alone"
 
 FLOOR_ROWS, FLOOR_ROWS_GPU = 256, 4096
-"""Rows per product of the floor. On a CPU, a larger result would not fit into the caches. Fewer
-rows would make a matmul slower, or leave most of a GPU idle.
+"""Number of rows per product of the floor. On a CPU, a larger result would not fit into the caches.
+Fewer rows would make a matmul slower, or leave most of a GPU idle.
 """
 
 MEMORY_RUNS = 3
-"""Runs of a side whose peak memory is measured."""
+"""Number of runs of a side in which peak memory is measured."""
 
 
 class Step:
     """A run of a side that trains.
 
-    Loss, backward pass, and a step of the optimizer, if there is one.
+    It computes the loss and the backward pass, and takes a step of the optimizer, if there is one.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class Step:
     def forget(self) -> None:
         """Free the gradients and the optimizer's state.
 
-        So the next run allocates all that the first one did.
+        The next run then allocates everything that the first run did.
         """
         self._drop_gradients()
         if self.optimizer:
@@ -87,7 +89,7 @@ class Step:
 
 
 adamw = functools.partial(torch.optim.AdamW, lr=1e-4, fused=True)
-"""The optimizer of every side that has one: the default of transformers' Trainer."""
+"""The optimizer of every side that has one, which is the default of transformers' Trainer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,21 +108,22 @@ class Matmul:
 
 @dataclass(frozen=True, kw_only=True)
 class Required:
-    """Requirements for the ratio of ours to another side."""
+    """Requirements for the ratio of redraft's result to a peer's."""
 
     speed: float | None = None
-    """Smallest passing ratio of tokens/s."""
+    """Smallest ratio of tokens/s that passes."""
     memory: float | None = None
-    """Largest passing ratio of peak memory."""
+    """Largest ratio of peak memory that passes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Against:
-    """Another side of a case, which ours is compared with."""
+    """A side of a case with which ours is compared."""
 
     description: str
     peer: str
-    """Name in the report: the peer's in lower case, the same for the peer as it ships and compiled.
+    """Name in the report, i.e. the peer's name in lower case. It is the same for the peer as it
+    ships and compiled.
     """
     is_compiled: bool = False
     """Whether `torch.compile` is applied. If compilation fails, the side is left out."""
@@ -128,15 +131,15 @@ class Against:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One task done in several ways, the sides."""
+    """One task that is done in several ways, called sides."""
 
     name: str
     family: str
-    """Name in the report: of the draft's family, or of a loss."""
+    """Name of the draft's family or of a loss, used in the report."""
     against: Mapping[str, Against]
     """The other sides, by name."""
     tokens: int
-    """Tokens of one run."""
+    """Number of tokens in one run."""
     dtype: DtypeName
     matmuls: tuple[Matmul, ...]
     """The matrix products that every side needs."""
@@ -153,9 +156,9 @@ class Case:
         return (OURS, OURS_COMPILED) if self.compiles and can_compile(device) else (OURS,)
 
     def own_side(self, other: str, ran: Iterable[str]) -> str:
-        """Our side in the comparison with another one.
+        """Return our side for the comparison with a given one.
 
-        Ours compiled for a compiled peer, if it is among `ran`.
+        For a compiled peer, this is ours compiled, if that is among `ran`.
         """
         is_compiled = other in self.against and self.against[other].is_compiled
         return OURS_COMPILED if is_compiled and OURS_COMPILED in ran else OURS
@@ -184,31 +187,35 @@ class Measurement:
     case: str
     sides: dict[str, Side]
     speed_ratio: dict[str, float]
-    """Ratio of our side's tokens/s (`Case.own_side`) to that of each other side and of the floor:
-    the median over rounds.
+    """Ratio of our side's tokens/s (`Case.own_side`) to the tokens/s of each other side and of the
+    floor, as the median over rounds.
     """
     cpu_time_ratio: dict[str, float]
-    """The same by CPU time, which is steadier on a busy machine."""
+    """The same ratio by CPU time, which is steadier on a busy machine."""
     gflops_per_s: float
     """Speed of the matmuls alone."""
     threads: int
     left_out: dict[str, str]
-    """Sides that do not compile here, with the first line of the error."""
+    """Sides that do not compile on this machine, with the first line of the error."""
 
 
 def can_compile(device: str) -> bool:
-    """Whether `torch.compile` finds the compiler it needs: Triton for a GPU, else one for C++."""
+    """Whether `torch.compile` finds the compiler it needs, i.e.
+
+    Triton for a GPU and otherwise a C++ compiler.
+    """
     if device != "cpu":
         return importlib.util.find_spec("triton") is not None
     return shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
 def measure(case: Case, *, rounds: int, threads: int, device: str) -> Measurement:
-    """Measure a case: the time of all sides in turn, the memory of each alone."""
+    """Measure a case: the time of all sides in turn, and the memory of each side alone."""
     fresh = functools.partial(_in_fresh_process, threads=threads)
     timed = fresh(_time_case, case, rounds, device)
     wall, cpu = timed.wall_s, timed.cpu_s
-    # One process for each: a freed block of one side would hide the peak of the next.
+    # Each side has its own process, because a freed block of one side would hide the peak of the
+    # next.
     peaks = {name: fresh(_measure_peaks, case, name, device) for name in timed.losses}
     sides = {
         name: Side(
@@ -239,13 +246,13 @@ def measure(case: Case, *, rounds: int, threads: int, device: str) -> Measuremen
 
 
 def round_ratios(theirs: Sequence[float], ours: Sequence[float]) -> list[float]:
-    """Their time over ours in each round, which is our speed over theirs."""
+    """Return the other side's time over ours in each round, which is our speed over theirs."""
     return [other / our for other, our in zip(theirs, ours, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """Times of a case's sides and of its floor, by name."""
+    """The times of a case's sides and of its floor, by name."""
 
     wall_s: dict[str, list[float]]
     cpu_s: dict[str, list[float]]
@@ -284,12 +291,12 @@ def _start(case: Case, device: str) -> tuple[dict[str, Run], dict[str, float], d
         try:
             run = case.build(name, device)
             losses[name] = float(run())  # warms up too
-            # a second time, because the results of the first run, such as gradients, may cause
-            # another compilation
+            # Run a second time, because the results of the first run, such as gradients, may cause
+            # a recompilation.
             run()
             runs[name] = run
-        # All of them: a compiler has a type of exception for every stage, and so has a peer on
-        # another machine.
+        # Catch all exceptions: a compiler has a different exception type for every stage, and so
+        # does a peer on an unsupported machine.
         except Exception as error:
             if name == OURS:
                 raise
@@ -311,7 +318,7 @@ def matmuls_alone(matmuls: Sequence[Matmul], dtype: torch.dtype, device: str) ->
             for shape in ((rows, m.inner), (m.columns, m.inner))
         )
         out = torch.empty(rows, m.columns, device=device, dtype=dtype)
-        # As many calls as make up all products.
+        # Make as many calls as are needed for all products.
         operands.append((m.count * m.rows // rows, left, right.T, out))
 
     def run() -> Tensor:
@@ -324,7 +331,7 @@ def matmuls_alone(matmuls: Sequence[Matmul], dtype: torch.dtype, device: str) ->
 
 
 def _measure_peaks(case: Case, side: str, device: str) -> list[float]:
-    """Peak memory of `MEMORY_RUNS` runs of `side` above weights and inputs, in MiB.
+    """Measure the peak memory of `MEMORY_RUNS` runs of `side` above weights and inputs, in MiB.
 
     Call it in a fresh process.
     """
@@ -353,7 +360,7 @@ def _peak_bytes(run: Run, device: str) -> int:
 
 
 def _trim() -> None:
-    """Return freed memory to the system: a run that used it again would appear to need none."""
+    """Return freed memory to the system, because a run that reused it would appear to need none."""
     with suppress(AttributeError):  # other C libraries than glibc have no such function
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -369,7 +376,7 @@ Result = TypeVar("Result")
 def _in_fresh_process(function: Callable[..., Result], *args: Any, threads: int) -> Result:
     """Run `function(*args)` in a new interpreter.
 
-    It is free of the memory and caches of other measurements.
+    The new process is free of the memory and caches of other measurements.
     """
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(
@@ -384,7 +391,7 @@ def _set_threads(threads: int) -> None:
 
 
 def profile(case: Case, *, threads: int, device: str) -> list[tuple[str, float]]:
-    """(operation, share of our time) of the twelve slowest operations, measured in a fresh process."""
+    """Return (operation, share of our time) of the twelve slowest operations, in a fresh process."""
     return _in_fresh_process(_profile, case, device, threads=threads)
 
 

@@ -1,8 +1,8 @@
 """Trainers of other projects as sides of the heads' cases.
 
 They are the projects' modules and losses, with the same sizes as ours. Each uses the same dtype of
-the weights, random features and AdamW as ours, and trains the same parts. A package that is not
-installed is left out, and a result recorded elsewhere is printed instead.
+the weights, random features and AdamW as ours, and trains the same parts. If a package is not
+installed, its side is left out, and a result recorded on a different machine is printed instead.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Sizes:
     layers: int = 1
     """Layers of the draft."""
     anchors: int = 0
-    """Blocks of each row of the batch, for drafts that train blocks."""
+    """Number of blocks in each row of the batch, for drafts that train blocks."""
 
     def config(self, family: type, **options: Any) -> Any:
         return family(
@@ -59,7 +59,7 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """Another project's trainer or loss, as it ships or compiled."""
+    """A different project's trainer or loss, as it ships or compiled."""
 
     package: str
     """Name of the package to import."""
@@ -67,9 +67,9 @@ class Peer:
     """Name in the report, the same for both forms."""
     description: str
     recorded: str
-    """Result recorded elsewhere, in bfloat16, at the sizes of the cases."""
+    """Result recorded on a different machine, in bfloat16, at the sizes of the cases."""
     build: Callable[..., Run]
-    """Function that builds the run. For a draft's step, it is called with the sizes, the type and
+    """Function that builds the run. For a draft's step, it is called with the sizes, the dtype and
     the device, and returns a whole run.
     """
     is_compiled: bool = False
@@ -87,7 +87,7 @@ class Peer:
 
 
 def list_sides(peers: Mapping[str, Peer], device: str) -> dict[str, Against]:
-    """The peers that can run on a device of this machine, as sides of a case."""
+    """List the peers that can run on a device of this machine, as sides of a case."""
     return {
         name: Against(description=peer.description, peer=peer.name, is_compiled=peer.is_compiled)
         for name, peer in peers.items()
@@ -96,7 +96,7 @@ def list_sides(peers: Mapping[str, Peer], device: str) -> dict[str, Against]:
 
 
 def describe_absent(peers: Mapping[str, Peer], device: str) -> str:
-    """The peers that cannot run on the device, and why, in one line; empty if all can."""
+    """Describe in one line which peers cannot run on the device, and why; empty if all can."""
     absent = [
         f"not installed here, recorded: {peer.recorded}"
         for peer in peers.values()
@@ -119,7 +119,7 @@ def speculators_eagle3(
     config = Eagle3SpeculatorConfig(
         transformer_layer_config=layer,
         draft_vocab_size=sizes.vocabulary,
-        # Our heads read these layers of a target with 8 (`aux_layers`).
+        # Our heads read these layers of a target with 8 layers (`aux_layers`).
         eagle_aux_hidden_state_layer_ids=[2, 4, 5],
     )
     model = _initialised(Eagle3DraftModel(config), dtype, device)
@@ -132,8 +132,8 @@ def speculators_dflash(
 ) -> Run:
     from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
 
-    # A block of DFlash counts the anchor's slot, which proposes nothing. One of DSpark proposes in
-    # every slot.
+    # A block of DFlash counts the anchor's slot, which proposes nothing. A block of DSpark proposes
+    # in every slot.
     config = DFlashSpeculatorConfig(**_block_options(sizes, sizes.steps + 1))
     model = _initialised(DFlashDraftModel(config), dtype, device)
     anchors = sizes.batch * sizes.anchors
@@ -282,7 +282,7 @@ def modelopt_medusa(
     ids = torch.randint(sizes.vocabulary, (sizes.batch, sizes.length), device=device)
     model.model = _Given(torch.randn(*ids.shape, sizes.hidden).to(device, dtype))
     forward = torch.compile(model, dynamic=False) if is_compiled else model
-    # by key: the compiled form returns an output without attributes
+    # Accessed by key, because the compiled form returns an output without attributes.
     return _training(model, lambda: forward(input_ids=ids, labels=ids)["loss"])
 
 
@@ -325,7 +325,7 @@ def _initialised(model: nn.Module, dtype: torch.dtype, device: str) -> Any:
 
 
 def _packed(sizes: Sizes, device: str) -> tuple[Tensor, Tensor]:
-    """Ids and document numbers, [1, all tokens], in the form expected by speculators."""
+    """Return ids and document numbers, [1, all tokens], in the form expected by speculators."""
     ids = torch.randint(sizes.vocabulary, (1, sizes.batch * sizes.length), device=device)
     return ids, torch.arange(sizes.batch, device=device).repeat_interleave(sizes.length)[None]
 
@@ -349,7 +349,7 @@ def both_forms(
 ) -> dict[str, Peer]:
     """Return a peer as it ships and compiled, under `title` and `title, compiled`.
 
-    The pairs are in this order. `build` also accepts `is_compiled`.
+    The two forms are in this order. `build` also accepts `is_compiled`.
     """
     return {
         name: Peer(
@@ -369,7 +369,7 @@ def both_forms(
 def _of_speculators(
     build: Callable[..., Run], recorded: str, recorded_compiled: str
 ) -> dict[str, Peer]:
-    """A model of speculators by KL, as it ships and with its losses compiled."""
+    """Return a model of speculators trained with KL, as it ships and with its losses compiled."""
     return both_forms(
         "speculators",
         build,
