@@ -2,14 +2,14 @@
 
     python -m benchmarks.house              # the table of this tree
     python -m benchmarks.house --json       # the same as JSON, to compare two trees
-    python -m benchmarks.house --walk       # the returns of the target's walk, one a line
+    python -m benchmarks.house --walk       # the returns of the target's walk, one per line
 
 No check depends on these figures. In a review, they show whether a change reduces the number of
 concepts.
 
 The walk is traced while a `Run` of the tiny target is built. A return is a call that enters a room
-which the walk had already left; calls below `load_data` do not count. Calls into files/folder.py
-are counted over the whole `Run`.
+that the walk had already left; calls below `load_data` do not count. Calls into files/folder.py are
+counted over the whole `Run`.
 """
 
 import argparse

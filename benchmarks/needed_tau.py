@@ -1,13 +1,13 @@
-"""What a head must reach: the tau that a speed-up needs at one request, and the cost that it allows.
+"""Compute which tau a head needs for a speed-up at one request, and which cost it may have.
 
-$ python -m benchmarks.needed_tau docs/measurements.md     # compute its tables again
+$ python -m benchmarks.needed_tau docs/measurements.md     # recompute its tables
 
     speed-up(K) = tau(K) plain / (verify(K) + draft(K)),    tau(K) = 1 + a + a^2 + ... + a^K
 
-K draft tokens are accepted with the same probability a at each position, if all tokens before were.
-For SmolLM2 the times are measured. For an 8B target they are counted: at one request, a step takes
-as long as its weights take to be read from memory, or as its products take if that is longer. Keys,
-values and launches of kernels are left out.
+The formula assumes that a draft token is accepted with the same probability a at each position if
+all earlier tokens were. For SmolLM2, the times are measured. For an 8B target, they are counted: at
+one request, a step takes as long as reading its weights from memory, or as its matrix products if
+they take longer. The KV cache and kernel launches are not counted.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ GOAL = 1.5
 MOST_TOKENS = 6
 
 ROWS, STEPS_MS = (1, 5, 7), (15.7, 19.3, 22.7)
-"""Target steps of `make demo` at one request by rows: plain, with n-grams up to 4 tokens, and with
-counted answers up to 6. Some of these steps proposed fewer tokens, so a full one takes longer.
+"""Duration of target steps in `make demo` at one request, by rows: plain, with n-grams of up to 4
+tokens, and with counted answers of up to 6. Some of these steps proposed fewer tokens, so a full
+step takes longer.
 """
 DRAFT_TOKEN_MS = 2.3  # An EAGLE-3 draft token of the same run.
 TAU_NOW, TOKENS_NOW = 1.70, 3  # The head of `make demo-up`, 2026-11-30, as the gate judged it.
@@ -60,16 +61,16 @@ class Steps:
     """Durations by number of draft tokens, in any unit."""
 
     verify: Callable[[int], float]
-    """Of a target step that verifies k draft tokens; 0 is a plain step."""
+    """Duration of a target step that verifies k draft tokens; 0 is a plain step."""
     draft: Callable[[int], float]
-    """Of drafting k tokens."""
+    """Duration of drafting k tokens."""
 
     def find_tau(self, num_tokens: int) -> float:
         """Return the tau that GOAL needs with this many draft tokens."""
         return GOAL * (self.verify(num_tokens) + self.draft(num_tokens)) / self.verify(0)
 
     def speed(self, acceptance: float, num_tokens: int, *, is_free: bool = False) -> float:
-        """Return the speed-up; with `is_free`, that of a draft that takes no time."""
+        """Return the speed-up; with `is_free`, the speed-up of a draft that takes no time."""
         draft = 0.0 if is_free else self.draft(num_tokens)
         tau = expected_tau(acceptance, num_tokens)
         return tau * self.verify(0) / (self.verify(num_tokens) + draft)
@@ -80,7 +81,7 @@ class Steps:
         return max(speeds.items(), key=lambda item: item[1])
 
     def allowed(self, acceptance: float) -> float:
-        """Return the most that a draft token may take for GOAL; negative if no cost is low enough."""
+        """Return the maximum time of a draft token for GOAL; negative if no cost is low enough."""
         return max(
             (expected_tau(acceptance, k) * self.verify(0) / GOAL - self.verify(k)) / k
             for k in range(1, MOST_TOKENS + 1)
@@ -92,7 +93,7 @@ def expected_tau(acceptance: float, num_tokens: int) -> float:
 
 
 def find_acceptance(tau: float, num_tokens: int) -> float | None:
-    """Return the acceptance with this tau, or None if no acceptance has it."""
+    """Return the acceptance probability that gives this tau, or None if there is none."""
     if tau > num_tokens + 1:
         return None
     # tau(a) - tau is a polynomial that increases from a = 0 on, so it has one root there.
@@ -101,22 +102,22 @@ def find_acceptance(tau: float, num_tokens: int) -> float | None:
 
 
 def measured() -> Steps:
-    """The steps of SmolLM2, in ms."""
+    """Return the durations of SmolLM2's steps, in ms."""
     return Steps(
         verify=lambda k: float(np.interp(k + 1, ROWS, STEPS_MS)), draft=lambda k: k * DRAFT_TOKEN_MS
     )
 
 
 def one_pass() -> Steps:
-    """The steps of SmolLM2 with a block drafter: a draft takes as long as one EAGLE-3 token."""
+    """Return SmolLM2's durations with a block drafter, which takes as long as one EAGLE-3 token."""
     return replace(measured(), draft=lambda _: DRAFT_TOKEN_MS)
 
 
 @cache
 def count_weights() -> tuple[int, int, int]:
-    """Weights that a plain step, a drafted step once, and each draft token read.
+    """Count the weights that a plain step reads, a drafted step once, and each draft token.
 
-    An input embedding is one row a token, so it is left out.
+    An input embedding is one row per token, so it is not counted.
     """
     plan = make_plan(PlanConfig(family="eagle3", target=COUNTED, signal="endpoint"))
     head = make_models(plan, torch.device("meta"))[1]
@@ -125,13 +126,14 @@ def count_weights() -> tuple[int, int, int]:
     if not plan.target.tie_word_embeddings:
         target -= plan.target.vocab_size * plan.target.hidden_size
     sizes = {name: weight.numel() for name, weight in head.named_parameters()}
-    # The target's states go through `fc` once a step; the later tokens read the head's own state.
+    # The target's states go through `fc` once per step; later draft tokens read the head's own
+    # state.
     once = sum(size for name, size in sizes.items() if name.startswith("fc"))
     return target, once, sum(sizes.values()) - once
 
 
 def counted(device: Device) -> Steps:
-    """The steps of an 8B target in bfloat16, in ms."""
+    """Return the durations of an 8B target's steps in bfloat16, in ms."""
     target, once, each = count_weights()
 
     def take_ms(weights: int, rows: int) -> float:

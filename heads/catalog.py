@@ -115,7 +115,8 @@ FAMILIES: tuple[Family, ...] = (
             optimizer="muon",
             lr=5e-4,
             loop={"steps": 20000, "sequence_length": 2048},
-            # Candidates of 16 steps: the first one is far better than a new head.
+            # Candidates have only 16 steps, because the first one is already far better than a new
+            # head.
             new_online={
                 "optimizer": "muon",
                 "lr": 2e-3,

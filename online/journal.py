@@ -115,7 +115,7 @@ class TrainingEntry(_Entry, frozen=True, kw_only=True, tag="training"):
     lr: float | None = None  # Learning rate of the step.
     tokens_per_s: float | None = None
     records_seen: int  # fresh ones trained, also by drafts given up; without a checkpoint 0
-    # mean age of the step's fresh records when it began, in seconds
+    # Mean age of the step's fresh records when it began, in seconds.
     waited_s: float | None = None
     step_s: float | None = None  # Duration of the step, in seconds.
     paused_s: float | None = None  # Part of it that was a pause for running requests.

@@ -21,8 +21,8 @@ from redraft.online.journal import Entry, GateEntry, StateEntry, SwapEntry, Trai
 PARTS = (
     "waiting", "training", "judging", "paused", "publishing", "canary", "swap", "idle", "halted",
 )  # fmt: skip
-"""In seconds; `paused` are the pauses of training and judging while requests ran, `canary` is the
-phase until the swap, `swap` the swap itself.
+"""Parts of the delay, in seconds. `paused` covers the pauses of training and judging while requests
+ran, `canary` is the phase until the swap, and `swap` is the swap itself.
 """
 
 GIVEN_UP = "training begins again from"
@@ -36,13 +36,13 @@ class Step:
     begin_s: float
     records: int
     seen: int
-    """Records trained by the end of the step."""
+    """Number of records trained on by the end of the step."""
     waited_s: float
 
 
 @dataclass(frozen=True)
 class Paused:
-    """A time in which the learner paused for running requests during a share of it."""
+    """A period of which the learner spent a share in pauses for running requests."""
 
     phase: str
     begin_s: float
@@ -66,7 +66,7 @@ def account(journal: Sequence[Entry]) -> dict[str, Any]:
     for entry in journal:
         if isinstance(entry, TrainingEntry):
             # A killed learner repeats the steps after its last checkpoint. Without a checkpoint, it
-            # counts from 0 again.
+            # counts from 0.
             pending = [step for step in pending if step.seen < entry.records_seen]
             served = served if served < entry.records_seen else 0
             records = entry.records_seen - max([served, *(step.seen for step in pending)])
@@ -95,7 +95,7 @@ def account(journal: Sequence[Entry]) -> dict[str, Any]:
 
 
 def _list_paused(journal: Sequence[Entry]) -> Iterator[Paused]:
-    """Yield the steps, and the times of judging, in which the learner paused."""
+    """Yield the steps and the periods of judging in which the learner paused."""
     state_s = 0.0
     for entry in journal:
         if isinstance(entry, StateEntry):
@@ -147,7 +147,7 @@ def _account_version(
 def _divide(
     states: Sequence[StateEntry], paused: Sequence[Paused], from_s: float, to_s: float
 ) -> Iterator[tuple[str, float]]:
-    """The phases between two moments, with their seconds, and the pauses taken out of them.
+    """Divide the time between two moments into phases and pauses, in seconds.
 
     `rolling` counts as `canary`.
     """

@@ -74,7 +74,7 @@ def draw_versions(
     title: str,
     ceiling: float | None,
 ) -> alt.LayerChart:
-    """tau of every version by records or minutes; the draft trained offline is the ceiling."""
+    """Draw tau of every version by records or minutes; the draft trained offline is the ceiling."""
     base = alt.Chart(alt.Data(values=list(versions))).encode(
         x=alt.X(f"{x}:Q", title=title, axis=alt.Axis(grid=False)),
         y=alt.Y("tau:Q", title=TAU, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=5)),

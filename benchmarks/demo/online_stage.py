@@ -59,7 +59,7 @@ class Scene:
     about: Mapping[str, str]
     """Description of each domain's questions."""
     training: Sequence[Conversation]
-    """Conversations of A, to train the served draft on."""
+    """Conversations of A, on which the served draft is trained."""
     traffic: ByDomain
     """Conversations whose questions the clients ask."""
     test: ByDomain
@@ -144,7 +144,7 @@ def by_domain(conversations: Iterable[Conversation]) -> ByDomain:
 class Stage:
     """Everything that is prepared before a server starts.
 
-    Prompts, drafts, the learner's settings.
+    It contains prompts, drafts and the learner's settings.
     """
 
     cfg: Config

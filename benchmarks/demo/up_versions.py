@@ -1,9 +1,10 @@
-"""tau of every version of `redraft up` by minutes and records, beside a head trained offline.
+"""Compare tau of every version of `redraft up`, by minutes and records, with an offline head.
 
-    ceiling   begins at the first version, and takes as many steps of as many records as the last
+    ceiling   starts from the first version, and takes as many steps of as many records as the last
               promoted version; the records are drawn at random from those that it was trained on
 
-All are scored on the same held-out requests, as the gate scores them. The learner must have stopped.
+All versions and the ceiling are scored on the same held-out requests, as the gate scores drafts.
+The learner must have stopped.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from redraft.online.learning.candidate import DRAFT, Candidate
 from redraft.online.learning.config import Replay
 
 UNIFORM = Replay(half_life_s=1e15, surprise=0.0)
-"""Draws each record with the same probability."""
+"""Replay settings that draw every record with the same probability."""
 
 
 def compare_versions(
@@ -75,7 +76,7 @@ def compare_versions(
 
 
 def draw_learning(learning: Mapping[str, Any]) -> dict[str, Spec]:
-    """The charts of tau by version, by element id."""
+    """Draw the charts of tau by version, by element id."""
     served = [row for row in learning["versions"] if None not in (row["tau"], row["minutes"])]
     offline = learning["tau_offline"]
     return {

@@ -1,4 +1,4 @@
-"""How many of the records of an online training step should be replayed?
+"""Measure how many of the records of an online training step should be replayed.
 
 $ python -m benchmarks.studies.replay outputs/demo-up/up                  # after `make demo-up`, an hour
 $ python -m benchmarks.studies.replay outputs/demo-online --steps 16      # two domains, forgetting included
@@ -6,11 +6,11 @@ $ python -m benchmarks.studies.replay outputs/demo-online --steps 16      # two 
     buffer of a learner that has stopped ─► new records in order of arrival ─┐
                                         └─► records drawn again ─────────────┴─► steps ─► held-out requests
 
-Every setting begins at the first version and takes as many steps of as many records, so all cost the
-same; with fewer replayed records, a step has more new ones. The head is judged on the learner's
-held-out requests, by domain: replay is meant to keep what earlier traffic taught. The gain in tau
-over the learner's own setting has a 95% interval over requests and seeds. The same command continues
-after a kill.
+Every setting starts from the first version and takes the same number of steps with the same number
+of records, so all settings cost the same; with fewer replayed records, a step has more new ones.
+The head is judged on the learner's held-out requests, by domain: the purpose of replay is to retain
+what the head learned from earlier traffic. The gain in tau over the learner's own setting has a 95%
+interval over requests and seeds. After a kill, the same command continues the study.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from redraft.online.learning.scoring import Request, RequestScore
 from redraft.online.records.record import Record
 
 SHARES = (0.0, 0.25, 0.5, 0.75)
-"""Replayed records of a step, as shares."""
+"""Shares of replayed records in a step."""
 
 ALL = "all"
 """Name of all domains together."""
@@ -52,9 +52,9 @@ class Config:
     folder: Annotated[Path, tyro.conf.Positional]
     """Folder with the learner.toml and the buffer of a learner that has stopped."""
     steps: int = 32
-    """Steps of each training."""
+    """Number of steps of each training run."""
     seeds: int = 3
-    """Trainings of each setting."""
+    """Number of training runs for each setting, each with a new seed."""
     output: Path = Path("outputs/replay")
     """Folder for table.json."""
 
@@ -64,7 +64,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Setting:
-    """The records of a step."""
+    """The numbers of new and replayed records in a step."""
 
     new: int
     replayed: int
@@ -78,14 +78,14 @@ Scores = Mapping[Request, RequestScore]
 
 @dataclass(frozen=True)
 class Kept:
-    """The file with the scores of a finished training, for a study that was killed."""
+    """The file with the scores of a finished training run, for a study that was killed."""
 
     path: Path
     steps: int
     seqs: Sequence[int]
 
     def read(self) -> Scores | None:
-        """Return the scores; None without a training of as many steps, on the same requests."""
+        """Return the scores; None if no training run with the same steps and requests is saved."""
         if not self.path.is_file():
             return None
         found = json.loads(self.path.read_text())
@@ -146,7 +146,7 @@ def own_setting(learner: LearnerConfig) -> Setting:
 
 
 def list_settings(learner: LearnerConfig) -> list[Setting]:
-    """The learner's own setting, then those with other shares of as many records."""
+    """List the learner's own setting, and settings with different shares of as many records."""
     own = own_setting(learner)
     total = own.new + own.replayed
     others = [Setting(total - round(share * total), round(share * total)) for share in SHARES]
@@ -166,8 +166,8 @@ def list_steps(
         fresh = buffer.fresh(through, setting.new)
         if len(fresh) < setting.new:
             raise ValueError(
-                f"the buffer has records for {step} steps of {setting.new} new ones: pass "
-                f"--steps {step}"
+                f"the buffer has records for {step} steps with {setting.new} new records each: "
+                f"pass --steps {step}"
             )
         replayed = buffer.replay(
             setting.replayed,
@@ -219,7 +219,7 @@ def make_table(scores: Mapping[Setting, Sequence[Scores]], own: Setting) -> list
 
 
 def make_curve(scores: Scores, domain: str) -> Curve:
-    """One mark, with a question for each request of the domain."""
+    """Return a curve with one mark and a question for each request of the domain."""
     chosen = [score.counts for score in scores.values() if domain in (ALL, score.domain)]
     counts = [[counts.num_accepted, counts.num_drafts] for counts in chosen]
     accepted_Q, drafts_Q = np.array(counts, float).T

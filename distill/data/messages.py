@@ -55,8 +55,8 @@ Anthropic's.
 EVERYONE = ("all", "user")  # Recipients of a message in gpt-oss's format that is no call.
 
 FINISHES = ("finish_reason", "stop_reason", "done_reason")
-"""Keys of an answer, or columns about a row's last answer, with the reason why it ended, in
-OpenAI's, Anthropic's and Ollama's APIs.
+"""Keys of an answer, or columns about a row's last answer, that contain the reason why it ended.
+They come from OpenAI's, Anthropic's and Ollama's APIs.
 """
 
 VERDICTS = ("weight", "train")
@@ -68,7 +68,7 @@ CUTS = (
     *("length", "max_tokens", "max_output_tokens", "model_length", "model_context_window_exceeded"),
     *("content_filter", "abort", "error", "incomplete"),
 )
-"""Reasons for which a server ends an answer although the target has not ended it."""
+"""Reasons why a server ends an answer before the target ends it."""
 
 REASONING_FIELDS = ("reasoning", "reasoning_content", "thinking")
 """Fields into which a server moves the reasoning: in vLLM today, in earlier vLLM and other servers,
@@ -231,7 +231,7 @@ def read_message(raw: Any, unread: set[str] | None = None) -> Message:
 
 
 def _read_harmony_call(raw: Mapping[str, Any], unread: set[str]) -> Message:
-    """Read a message to a function, as gpt-oss writes a call."""
+    """Read a message to a function, which is how gpt-oss writes a call."""
     name = str(raw["recipient"]).removeprefix("functions.")
     call = {"name": name, "arguments": read_text(_content(raw))}
     unread |= _unknown(raw, ROLE_KEYS, TEXT_KEYS, ["channel"], ["recipient"], ["content_type"])
@@ -456,10 +456,11 @@ def _read_tool(tool: Any, unread: set[str]) -> Tool:
 
 
 def require_json(value: Any) -> None:
-    """Refuse what no chat template gets from a server.
+    """Refuse values that a server never passes to a chat template.
 
     Raises:
-        UnusableRowError: if a text contains half a character, or a call a date of a table.
+        UnusableRowError: if a text contains an incomplete character, or a call a table's date
+            value.
     """
     try:
         json.dumps(value, ensure_ascii=False).encode()

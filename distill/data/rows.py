@@ -107,7 +107,7 @@ def _is_on_hub(source: str) -> bool:
     """Whether a source that is not a folder is the name of a data set.
 
     Raises:
-        ValueError: if it is a web address, or a file of another kind.
+        ValueError: if it is a web address, or a file of a different kind.
     """
     if "://" in source:
         raise ValueError(f"{source} is a web address: download the data, and give the file")
@@ -210,7 +210,7 @@ def open_plain(path: Path) -> Iterator[BinaryIO]:
     """Open a file's uncompressed content.
 
     Raises:
-        ValueError: if the content is corrupt, its end is missing, or it is not the data.
+        ValueError: if the content is corrupt, its end is missing, or it is not the data itself.
     """
     try:
         with path.open("rb") as file:
@@ -343,7 +343,7 @@ def _json_lines(file: Iterable[bytes]) -> Iterator[Row]:
 
 
 def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
-    # takes a tenth of a second: not for --help
+    # The import takes a tenth of a second, too long for --help.
     import pyarrow
     from pyarrow.parquet import ParquetFile
 

@@ -15,7 +15,9 @@ WORDS = {
 
 CARD = "README.md"
 SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}(-[0-9a-f]{16})?")
-"""The name of a file that the library `datasets` wrote: the whole part before is its split."""
+"""Pattern of a file name written by the library `datasets`. The whole part before the numbers is
+its split.
+"""
 WAY_OUT = "choose one with --data.split (--split)"
 
 

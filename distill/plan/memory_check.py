@@ -103,7 +103,7 @@ def require_room(
 
 
 def plan_command(family: Family, cfg: TrainConfig) -> str:
-    """The command that counts the memory of this training."""
+    """Return the command that counts the memory of this training run."""
     flags = {
         "--target": cfg.target,
         "--family": family.name.replace("_", "-"),

@@ -15,7 +15,7 @@ TLS_FAULTS = {
     "CERTIFICATE_VERIFY_FAILED": "name a file with its authority in the variable SSL_CERT_FILE",
     "WRONG_VERSION_NUMBER": "it speaks no TLS: give its address with http://",
 }
-"""Failures that last, and what to do."""
+"""Failures that retries do not fix, each with the remedy."""
 LIST_TIMEOUT_S = 30  # for the list of models, which takes a server no time
 
 
@@ -56,7 +56,8 @@ class Endpoint:
             raise ValueError(f"concurrency is {concurrency}: it must be at least 1")
         if api_key and not (api_key.isascii() and api_key.isprintable()):
             raise ValueError(
-                "the API key (OPENAI_API_KEY) has a line break or another character that no key has"
+                "the API key (OPENAI_API_KEY) contains a line break or a different character "
+                "that no key contains"
             )
         # A password in the address is sent, and never shown.
         auth = (address.username, address.password) if address.userinfo else None
@@ -191,8 +192,8 @@ def require_choice(answer: dict[str, Any], field: str, url: str) -> Any:
     """
     if (found := read_choice(answer, field)) is None:
         raise ValueError(
-            f"{url} sends no `{field}`, which vLLM sends: give the address of vLLM itself, not of a "
-            "gateway before it"
+            f"{url} sends no `{field}`, which vLLM sends: give the address of vLLM itself, not "
+            f"of a gateway in front of it"
         )
     return found
 

@@ -190,7 +190,7 @@ class EndpointHiddenStates(EndpointTarget):
         )
         hidden_TD = self._norm(last_TD.to(self.head_VD.device))
         entries = require_choice(answer, "prompt_logprobs", endpoint.url)[1:]
-        # Entry t + 1 is about token t + 1, which row t predicts: 15 rows of 16 tokens.
+        # Entry t + 1 is about token t + 1, which row t predicts, so 16 tokens have 15 rows.
         theirs_T = torch.tensor(
             [entry[str(token)]["logprob"] for entry, token in zip(entries, prompt[1:], strict=True)]
         )

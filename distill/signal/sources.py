@@ -434,14 +434,17 @@ class EndpointTarget:
             raise
         url = self.endpoint.url
         scored = require_choice(answer, "prompt_logprobs", url)
-        # Entry t + 1 is the distribution of row t; token t + 1 is in it, as entry k + 1 if need be.
+        # Entry t + 1 is the distribution of row t. It contains token t + 1, if necessary as entry k
+        # + 1.
         try:
             largest = [
                 sorted(((e["logprob"], int(token)) for token, e in entry.items()), reverse=True)
                 for entry in (scored[row + 1] for row in rows_N.tolist())
             ]
         except (LookupError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"{url} sends `prompt_logprobs` in another form than vLLM") from error
+            raise ValueError(
+                f"{url} sends `prompt_logprobs` in a form that vLLM does not use"
+            ) from error
         if (fewest := min(map(len, largest))) < self.k:
             raise ValueError(
                 f"{url} sends {fewest} log-probabilities for a token, not {self.k}: set a smaller "

@@ -221,7 +221,8 @@ class Distillation:
         self.accelerator.step = 0  # accelerate counts micro-batches
         self.module.zero_grad()  # accelerate's optimizers ignore `zero_grad` between micro-batches
         if self.step_index == 0:
-            # An interrupted first update may have left the state of some parameters half made.
+            # An interrupted first update may have left the optimizer state of some parameters
+            # incomplete.
             for optimizer in self.optimizers:
                 optimizer.state.clear()
 

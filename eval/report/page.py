@@ -73,7 +73,7 @@ Charts = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 def offline_section(*, before: Forecast, after: Forecast) -> dict[str, Any]:
-    """The forecasts on held-out prompts, of the draft before training and of the trained one."""
+    """Forecast the untrained and the trained draft on held-out prompts."""
     section: dict[str, Any] = {}
     for name, forecast in (("before", before), ("after", after)):
         section[f"alpha_{name}"] = forecast.overall.alpha

@@ -127,7 +127,7 @@ def read_baseline(path: Path, target_fingerprint: str, schema_version: int) -> R
 SAME_SETTINGS: Mapping[str, Any] = {
     "max_tokens": None,
     "draft_sample_method": None,
-    # a report without these keys sampled from the whole vocabulary
+    # A report without these keys sampled from the whole vocabulary.
     "top_p": 1.0,
     "top_k": 0,
     "min_p": 0.0,

@@ -98,7 +98,7 @@ class Judge:
             verify(folder)  # loading a damaged draft could raise anything
         seqs, ours = self._score_served(folders[0], since_s=self.buffer.now_s - RECENT_S)
         theirs = self.score(folders[1], seqs)
-        # Each look makes two comparisons, which share the error between them.
+        # Each look makes two comparisons, which share the error probability.
         is_worse, numbers = find_loss(*pair_scores(ours, theirs)[:2], self.cfg.gate, 2 * look - 1)
         if is_worse:
             return True, f"on held-out requests it is worse than {previous}: {numbers}"
@@ -145,7 +145,7 @@ class Judge:
         Records of other target weights are excluded if the draft is proven better or worse on them
         than on records of the current weights.
         """
-        # Chosen once: scores of two drafts are paired by request.
+        # Chosen once, because the scores of two drafts are paired by request.
         seqs = self.select_requests(**limits)
         scores = self.score(folder, seqs)
         names, newest = self.buffer.refresh_names(), list(scores.values())[::-1]
@@ -162,13 +162,14 @@ class Judge:
         return seqs, self.score(folder, seqs)
 
     def score(self, folder: Path, seqs: Sequence[int]) -> dict[Request, RequestScore]:
-        """Score the draft in a folder on these records; those scored the last time are not repeated."""
+        """Score the draft in a folder on these records, except for those scored in the previous call."""
         judging, files = self.judging, [folder / "config.json", *weight_files(folder)]
         name = " ".join([*map(sha256, files), repr(judging)])
         known = self._scores.pop(name, {})
         missing = [seq for seq in seqs if seq not in known]
         known |= self._score_segments(folder, missing) if missing else {}
-        # Only the records of this time: others may be deleted, or no longer among the newest.
+        # Keep only the records of this call, because others may be deleted or no longer among the
+        # newest.
         self._scores[name] = {seq: known[seq] for seq in seqs if seq in known}
         for oldest in [*self._scores][:-KEPT_DRAFTS]:
             del self._scores[oldest]

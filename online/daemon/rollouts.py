@@ -58,7 +58,7 @@ class Rollouts:
     # ------------------------------------------------------------------------------------ a rollout
 
     def begin_measuring(self) -> None:
-        """Measure a single server before a swap to the candidate, while that is being judged."""
+        """Measure a single server before the swap to a candidate, while the candidate is judged."""
         if len(self.servers) == 1:
             only = measure_alone(self.servers[0], self.current, self.cfg.rollout)
             self._measured = asyncio.ensure_future(only)

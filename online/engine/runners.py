@@ -100,7 +100,8 @@ def install_capture(runner: Any, capture: Capture) -> None:
     method = getattr(runner.speculative_config, "rejection_sample_method", "standard")
     if method not in LOSSLESS:
         raise ValueError(
-            f"rejection_sample_method {method} can emit tokens that the target would not, and they "
-            f"would be recorded as the target's: remove it, or use {' or '.join(LOSSLESS)}"
+            f"rejection_sample_method {method} can emit tokens that the target would not, and "
+            f"these would be recorded as the target's tokens: remove it, or use "
+            f"{' or '.join(LOSSLESS)}"
         )
     MODULES[version].install_capture(runner, capture)

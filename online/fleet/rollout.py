@@ -170,8 +170,8 @@ async def try_canary(
 
     The candidate passes if its acceptance is at most `max_loss` worse. Otherwise, or if time runs
     out before this is known, every server returns to the incumbent. A fleet of one server has no
-    control group; only there is the canary compared with itself before the swap. `measured` is
-    that measurement (`measure_alone`), if it began earlier.
+    control group; only in this case is the canary compared with its own results before the swap.
+    `measured` is this measurement (`measure_alone`), if it began earlier.
     """
     # Alignment makes repeating after a kill safe: a canary that already has the candidate returns
     # to the incumbent.
@@ -184,8 +184,8 @@ async def try_canary(
     if not present or aligned.refused:
         return _outcome(False, f"the fleet is not on {incumbent} to begin with: {aligned}", aligned)
     canary, control = present[0], present[1:]
-    # Only a fleet of one compares with earlier minutes, so it measures the incumbent before the
-    # swap.
+    # Only a fleet of one server is compared with its own earlier minutes, so it measures the
+    # incumbent before the swap.
     before = None if control else await _measure_before(canary, incumbent, policy, measured)
     if isinstance(before, str):
         outcome = _outcome(False, f"{canary.url} before the swap: {before}", aligned)

@@ -297,8 +297,8 @@ class Buffer(AbstractContextManager["Buffer"]):
         """Choose `count` records to train on again.
 
         They are distinct records up to sequence number `through`, drawn by weight. No tenant has
-        more than `tenant_share` of them while others have records left. There are fewer records if
-        the buffer contains fewer, or if together they would exceed `max_read_bytes`. The same
+        more than `tenant_share` of them while others have records left. Fewer records are returned
+        if the buffer contains fewer, or if together they would exceed `max_read_bytes`. The same
         contents and seed give the same records.
         """
         rng = np.random.default_rng(seed)

@@ -156,7 +156,7 @@ class Candidate:
             # A fraction of `warmup_steps`, which is the only length in the schedule.
             warmup_fraction=1.0,
             max_grad_norm=cfg.max_grad_norm,
-            # more than `cfg.accumulation` if a step did not fit into memory
+            # Larger than `cfg.accumulation` if a step did not fit into memory.
             accumulation=self.accelerator.gradient_accumulation_steps,
         )
         divergence = Divergence(name=cfg.divergence)
@@ -202,11 +202,12 @@ class Candidate:
     def step(self, records: Sequence[Record], seed: int) -> StepStats:
         """Take one optimizer step on the records, which are divided among the ranks.
 
-        If it does not fit into the GPU's memory, it is taken in twice as many micro-batches, as are
-        all later steps.
+        If the step does not fit into the GPU's memory, it is taken in twice as many micro-batches,
+        and so are all later steps.
 
         Raises:
-            ValueError: a micro-batch of one row does not fit, or several ranks would have to agree.
+            ValueError: a micro-batch of one row does not fit, or several ranks would have to agree
+                on a number.
         """
         while True:
             batches = self._make_batches(records, seed)
@@ -216,7 +217,7 @@ class Candidate:
                 )
             except torch.OutOfMemoryError as error:
                 full = ". ".join(str(error).split(". ")[:2])
-            # Outside the handler: the error's traceback keeps the step's tensors.
+            # This is outside the handler, because the error's traceback keeps the step's tensors.
             rows, width = batches[0].input_ids_BT.shape
             self._divide(rows, width, full)
 
@@ -239,7 +240,7 @@ class Candidate:
             torch.cuda.empty_cache()
 
     def _make_batches(self, records: Sequence[Record], seed: int) -> list[RecordedBatch]:
-        """This rank's micro-batches of a step."""
+        """Return this rank's micro-batches of a step."""
         rng = np.random.default_rng(seed)
         reads = choose_reads(self.family, cast(Draft, self.distillation.draft))
         ranks, rank = self.accelerator.num_processes, self.accelerator.process_index

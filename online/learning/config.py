@@ -66,9 +66,9 @@ class Training:
     records_per_candidate: int = 128
     """Number of new records to train on before a candidate is judged."""
     max_lag_records: int = 256
-    """Maximum backlog of new records. If more are waiting, the oldest are never trained as new, but
-    can still be replayed. After a shift of the traffic, a learner that is slower than its traffic
-    trains on at most this many earlier records first.
+    """Maximum backlog of new records. If more are waiting, the oldest are skipped as new records,
+    but can still be replayed. After a shift of the traffic, a learner that is slower than its
+    traffic trains on at most this many earlier records first.
     """
     max_skipped_share: float = 0.1
     """Discard a candidate if more than this fraction of its steps had a non-finite loss or

@@ -3,10 +3,10 @@
 Every record of the tenant that a learner can reach is deleted. Drafts that were trained on the
 tenant's records cannot be corrected, and are named.
 
-buffer, quarantine                                  overwritten
-spool, log                                          emptied into the buffer, which drops the tenant's; overwritten
-records that arrive later                           dropped by the list of forgotten tenants
-drafts                                              cannot forget: versions that may have learned are named
+buffer, quarantine          overwritten
+spool, log                  emptied into the buffer, which drops these records; overwritten
+records that arrive later   dropped because of the list of forgotten tenants
+drafts                      not changed; versions that may have learned are named
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Forgotten:
 
     buffer: int
     arriving: int
-    """Records in the spool or the log, which are dropped on arrival."""
+    """Number of records in the spool or the log, which are dropped on arrival."""
     unattributed: int
     """Number of unreadable items that may belong to any tenant, i.e. in the quarantine and
     unreadable files.
@@ -74,7 +74,8 @@ class Reach:
             BufferFullError: the buffer's disk is full.
             BrokerError: the log does not answer.
         """
-        # Before the deletion, because afterwards it is unknown when the first record arrived.
+        # This comes before the deletion, because afterwards it is unknown when the first record
+        # arrived.
         found = self.buffer.find_tenant(tenant)
         num_deleted = await asyncio.to_thread(self.buffer.delete_tenant, tenant, self.now_s())
         # This comes after `delete_tenant`, which has listed the tenant, so that the buffer drops

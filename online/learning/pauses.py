@@ -32,8 +32,8 @@ class Pauses:
     def wait(self) -> None:
         """Wait while a server runs requests, up to LONGEST times the preceding computation."""
         began_s = now_s = time.monotonic()
-        # The CPU time includes all threads, and the clock includes the wait for records. The thread
-        # that waits for a GPU spins.
+        # The CPU time covers all threads; wall time would include the wait for records. The thread
+        # that waits for a GPU spins, so it counts too.
         computed_s = min(began_s - self._since[0], time.process_time() - self._since[1])
         longest_s = LONGEST * computed_s
         while now_s - began_s < longest_s and any(map(self._is_busy, self.list_urls())):

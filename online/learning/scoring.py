@@ -157,11 +157,11 @@ def score_segment(draft: Draft, record: Record, **settings: Any) -> tuple[Reques
 
 
 def sum_segments(segments: Iterable[tuple[Request, RequestScore]]) -> dict[Request, RequestScore]:
-    """The score of every request, in the order of first segments."""
+    """Return the score of every request, in the order of first segments."""
     found: dict[Request, RequestScore] = {}
     for key, segment in segments:
-        # Counts add up over segments. A mean of rates would give a short segment the weight of a
-        # long one.
+        # Counts are summed over segments. A mean of rates would give a short segment the weight of
+        # a long one.
         before = found.get(key)
         if before is not None:
             segment = replace(

@@ -73,7 +73,8 @@ class Trainer:
         self.progress = Progress()
         self.num_steps = self.num_not_finite = 0  # Steps since the last checkpoint or discard.
         self.waited_s = 0.0  # Mean age of the last step's fresh records when it began.
-        # Duration of the last step, and the part in which it paused for running requests.
+        # Duration of the last step, and the part of it in which the step paused for running
+        # requests.
         self.step_s = self.paused_s = 0.0
         self.damage: list[str] = []  # a sentence for every checkpoint that could not be resumed
 

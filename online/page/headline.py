@@ -164,8 +164,8 @@ def _select_engine_entries(history: History, ending_s: float | None) -> list[Acc
 def count_shown(entry: AcceptanceEntry) -> tuple[float, float]:
     """Return drafts and accepted tokens as the engine counts them, including lookups.
 
-    The screen of `redraft up` shows the same numbers. If the engine's
-    counts are unknown, those of the version are returned.
+    `redraft up` shows the same numbers. If the engine's counts are unknown, those of the version
+    are returned.
     """
     if entry.served_drafts is None or entry.served_accepted is None:
         return entry.drafts, entry.accepted

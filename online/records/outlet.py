@@ -70,10 +70,10 @@ class Recording(Sample):
         return bool(self.spool or self.ingest)
 
     def make_spool(self) -> None:
-        """Create the spool at the start: a failure to write it would only be counted later.
+        """Create the spool at the start: a later failure to write to it would only be counted.
 
         Raises:
-            OSError: if the folder cannot be created, or not be written.
+            OSError: if the folder cannot be created or written.
         """
         if self.spool is None:
             return

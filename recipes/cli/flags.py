@@ -107,7 +107,7 @@ def _describe_default(hint: Any, default: Any, text: str) -> str | None:
         return "(default: none)"
     if default is True:  # the flag is --no-FLAG
         return ""
-    # A required positional argument, for which tyro would accept no value.
+    # A required positional argument for which tyro would accept no value.
     return "(required)" if default is tyro.MISSING_NONPROP else None
 
 

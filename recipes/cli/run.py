@@ -222,7 +222,7 @@ def parse_recipe(recipe: Recipe, args: Sequence[str]) -> Any:
 
 
 def wrap_prose(text: str) -> str:
-    """The text with its paragraphs wrapped to the terminal.
+    """Wrap the text's paragraphs to the terminal.
 
     Indented lines and commands (`$ ...`) stay as they are.
     """
@@ -244,7 +244,8 @@ def run_guarded(run: Callable[[], object]) -> int:
     """
     reach_loopback(os.environ)
     if isinstance(sys.stdout, io.TextIOWrapper):  # not where a test captures it
-        # A path or a text that the encoding lacks is shown escaped, and does not end the command.
+        # A path or text with characters that the encoding lacks is shown escaped, so that it does
+        # not end the command.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         run()
@@ -266,10 +267,11 @@ def describe_error(error: BaseException) -> str | None:
         return "interrupted"
     if isinstance(error, ModuleNotFoundError):
         return f"{error}; `redraft doctor` lists what to install"
-    # The system's errors have a `strerror`. Ours are raised with one sentence: ConnectionError,
-    # ChildProcessError and TimeoutError are OSErrors too, and fall through to the line below.
+    # The system's errors have a `strerror`. Errors raised by redraft contain one sentence:
+    # ConnectionError, ChildProcessError and TimeoutError are OSErrors too, and are handled by the
+    # line below.
     if isinstance(error, OSError) and error.strerror:
-        # Of a rename, the second name is the one that the user gave.
+        # In a failed rename, the second name is the one that the user gave.
         name = error.filename2 or error.filename
         return f"{error.strerror}: {name}" if name else error.strerror
     if isinstance(error, ValueError | OSError) or (

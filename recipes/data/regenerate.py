@@ -51,11 +51,11 @@ def main(cfg: RegenerateConfig) -> None:
             f".jsonl, not {cfg.output}"
         )
     if obstacle := find_obstacle([cfg.output, previous_answers(cfg.output)], cfg, lambda _: None):
-        raise ValueError(f"{obstacle}: choose another --output")
+        raise ValueError(f"{obstacle}: choose a different --output")
     conversations = load_conversations(cfg.prompts, split=cfg.split)[: cfg.num_conversations]
     require_parser(conversations, cfg)
-    # Two commands with one output would answer everything twice, and with --overwrite one of them
-    # would remove the answers of the other.
+    # Two commands with the same output would answer everything twice, and with --overwrite one of
+    # them would remove the answers of the other.
     lock = cfg.output.with_name(f".{cfg.output.name}.lock")
     with wait_for(lock, f"waits for another redraft regenerate with --output {cfg.output}"):
         answer(conversations, cfg, states)

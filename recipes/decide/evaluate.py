@@ -187,7 +187,7 @@ def check(cfg: EvalConfig) -> None:
     if not 0 < cfg.held_out <= 1:
         raise ValueError(f"--held-out is {cfg.held_out}: it must be above 0 and at most 1")
     if cfg.output.is_file():
-        raise ValueError(f"{cfg.output} is a file: choose another --output")
+        raise ValueError(f"{cfg.output} is a file: choose a different --output")
     # A baseline is never replaced by the report that is compared with it.
     if obstacle := find_obstacle([cfg.output / name for name in WRITTEN], cfg):
         raise ValueError(f"{obstacle}: choose a different --output")

@@ -66,9 +66,10 @@ class Costs:
     stored_bytes: float
     learner_flops: float
     step_memory_bytes: int
-    """Peak memory of the learner's step in one micro-batch. It belongs to the step, not a token."""
+    """Peak memory of the learner's step in one micro-batch. It is counted per step, not per token.
+    """
     row_memory_bytes: int
-    """The same with one row per micro-batch, to which the learner resorts if memory is short."""
+    """Peak memory with one row per micro-batch, which the learner uses if memory is short."""
 
 
 def report(cfg: FleetPlanConfig) -> tuple[list[str], list[dict[str, Any]]]:
@@ -166,7 +167,7 @@ def count_learner(plan: Plan, records: list[Record], reads: Reads) -> tuple[Coun
 
 
 def count_texts(state_bytes: int) -> int:
-    """Number of texts in a learner's step, if each has so many bytes of hidden states."""
+    """Return how many texts a learner's step has, if each has this many bytes of hidden states."""
     training, most_bytes = Training(), BufferConfig().max_read_bytes
     numbers = (training.fresh_per_step, training.replay_per_step)
     return sum(min(number, max(1, most_bytes // max(1, state_bytes))) for number in numbers)

@@ -75,8 +75,8 @@ NEW_METHOD = "eagle3"  # vLLM's method for a new head.
 COMMAND = (sys.executable, "-m", "redraft.recipes.cli")
 
 LEAST_FREE_BYTES = 4 << 30  # for the spool (1 GiB), the buffer and versions of a small draft
-# Ids that a new head proposes: its output matrix takes the most time on a CPU. For a target with 150,000 ids, it
-# would otherwise be larger than the rest of the head.
+# Number of ids that a new head proposes, because its output matrix takes the most time on a CPU.
+# For a target with 150,000 ids, this matrix would otherwise be larger than the remaining head.
 MOST_IDS = 16384 if ENGINE_IS_CPU else 32000
 SHARED_GPU = 0.75  # of a GPU shared with the learner; vLLM's default is 0.92
 NICENESS = 19  # for a learner on the server's cores; the server has 0, and 19 is Linux's maximum
@@ -94,7 +94,7 @@ class Place:
     line: str
     """Line for the user about the learner's device."""
     gpu: str = ""
-    """The name of its GPU; empty for the CPU."""
+    """The name of the learner's GPU; empty for the CPU."""
     shares: bool = True
     """Whether the server computes on the same device."""
     vllm_args: tuple[str, ...] = ()
@@ -400,14 +400,14 @@ def write_new_head(target: Path, folder: Path, num_tokens: int, most_ids: int = 
     opened, weights = TargetFolder.open(target), Target.from_folder(target)
     size, ids_W = len(weights.head_VD), None
     if size > most_ids:
-        # Tokenizers number their merges in order of frequency. Words like <tool_call> or <think>
-        # are added at the end, but answers are full of them.
+        # Tokenizers number their merges in order of frequency. Tokens like <tool_call> or <think>
+        # are added at the end, although answers contain many of them.
         added = opened.tokenizer.added_tokens_decoder.items()
         words = {id for id, token in added if id < size and not token.special}
         ids_W = torch.tensor(sorted({*range(most_ids), *words, *opened.end_ids}))
         print(
-            f"the new head proposes only {len(ids_W):,} of {size:,} ids, the most frequent ones; to propose "
-            "others, train a head and set --draft"
+            f"the new head proposes only {len(ids_W):,} of {size:,} ids, the most frequent "
+            f"ones; to propose different ones, train a head and set --draft"
         )
     torch.manual_seed(0)
     head = Eagle3(Options(num_steps=num_tokens), weights, ids_W)
@@ -484,7 +484,8 @@ def choose_draft(plan: Plan, *, learns: bool, on_cpu: bool = ENGINE_IS_CPU) -> s
 
 def serve_command(plan: Plan, *, learns: bool, on_cpu: bool = ENGINE_IS_CPU) -> list[str]:
     folder = plan.folder
-    # Before the user's arguments, which win. The status line and the learner poll these routes.
+    # These come before the user's arguments, which take precedence. The status line and the learner
+    # poll these routes.
     quiet = ["--disable-access-log-for-endpoints", "/metrics,/redraft/status,/load"]
     command = [
         *COMMAND,
@@ -508,7 +509,7 @@ def serve_command(plan: Plan, *, learns: bool, on_cpu: bool = ENGINE_IS_CPU) -> 
         settings = load_config(folder / SETTINGS)
         family = find_family(settings.draft.family)
         command += ["--capture.hidden-states"] if family.is_head else []
-        # The learner polls the load.
+        # The learner polls the servers' load.
         quiet += ["--enable-server-load-tracking"] if settings.fleet.shares_device else []
         quiet += [] if plan.cfg.join else plan.place.vllm_args
     if draft := choose_draft(plan, learns=learns, on_cpu=on_cpu):

@@ -59,7 +59,7 @@ def describe_proxy(url: str) -> str:
 
 
 def load_certificates(url: str) -> ssl.SSLContext | bool:
-    """Load the trusted authorities, those of SSL_CERT_FILE for a server on this machine, too.
+    """Load the trusted authorities, including SSL_CERT_FILE's, also for a server on this machine.
 
     Raises:
         ValueError: if they cannot be read.

@@ -173,14 +173,14 @@ def _ask_vllm(server: RunningServer, prompt: list[int], max_tokens: int) -> Coun
 
 
 def _read(server: RunningServer, answer: Any, *path: str | int) -> Any:
-    """Return a part of an answer that the engine sends, and a gateway before it may drop."""
+    """Return a part of an answer that the engine sends, but a gateway in front of it may drop."""
     for key in path:
         try:
             answer = answer[key]
         except (LookupError, TypeError):
             raise ValueError(
-                f"{server.url} sends no `{path[-1]}`: give the address of the engine itself, not of "
-                "a gateway before it"
+                f"{server.url} sends no `{path[-1]}`: give the address of the engine itself, "
+                f"not of a gateway in front of it"
             ) from None
     return answer
 

@@ -39,7 +39,7 @@ LAYOUT = 1
 """Layout version of manifests. The manifest contains the digests of all other files."""
 
 POINTER = b"version https://git-lfs.github.com/spec/"
-"""First bytes of the file that a clone without Git LFS has in place of a large one."""
+"""First bytes of the file that a clone without Git LFS contains in place of a large file."""
 
 FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 ABANDONED_S = 3600
@@ -291,9 +291,9 @@ def sha256(path: Path) -> str:
 
 
 def refuse_pointer(path: Path, start: bytes) -> None:
-    """Raise ValueError if a file that begins with `start` is a pointer of Git LFS."""
+    """Raise ValueError if a file that begins with `start` is a Git LFS pointer."""
     if start.startswith(POINTER):
-        raise ValueError(f"{path} is a pointer of Git LFS, not the file: run `git lfs pull`")
+        raise ValueError(f"{path} is a Git LFS pointer, not the file itself: run `git lfs pull`")
 
 
 def safetensors_header(path: Path) -> dict[str, Any]:

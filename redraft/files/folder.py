@@ -113,7 +113,7 @@ def read_as(path: Path, kind: type[T], cure: str = "fetch or export it again") -
     content = path.read_bytes()
     refuse_pointer(path, content)
     try:
-        # msgspec's decoder refuses NaN, which other programs write.
+        # msgspec's decoder refuses NaN, which other programs may write.
         return msgspec.convert(json.loads(content), kind)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is corrupt ({error}): {cure}") from error

@@ -21,7 +21,7 @@ from redraft.files.kept import find_not_kept
 
 PREVIOUS = ".previous"
 RESULTS = ("output", "json")
-"""Settings of commands that name what they write."""
+"""Settings of commands that contain the paths of outputs."""
 
 
 def require_replaceable(folder: Path, reads: object, *, overwrite: bool) -> None:
@@ -35,11 +35,10 @@ def require_replaceable(folder: Path, reads: object, *, overwrite: bool) -> None
 
 
 def require_apart(file: Path | None, reads: object) -> None:
-    """Refuse to write `file` in place of something that is not the command's own.
+    """Refuse to write `file` over a folder or over a file that the command reads.
 
     Raises:
-        ValueError: if `file` is a folder, or a file that the command reads; `reads` are its
-            settings.
+        ValueError: if `file` is a folder, or is in the command's settings `reads`.
     """
     if file is None:
         return
@@ -48,7 +47,9 @@ def require_apart(file: Path | None, reads: object) -> None:
     for flag, read in _find_paths(reads, "-") if file.exists() else ():
         ends = _places(Path(read))
         if any({place, *place.parents} & ends for place in _places(file)):
-            raise ValueError(f"{file} is read ({flag} {read}): choose another name for the results")
+            raise ValueError(
+                f"{file} is read ({flag} {read}): choose a different name for the results"
+            )
 
 
 def find_obstacle(

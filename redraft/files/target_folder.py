@@ -128,7 +128,7 @@ class TargetFolder:
         return read_quantization(self.folder)
 
     def choose_cpu_dtype(self, *, has_bfloat16: bool) -> TargetDtype | None:
-        """The default dtype on a CPU (`engine.target_dtype`); None for the stored one.
+        """Return the default dtype on a CPU (`engine.target_dtype`); None for the stored dtype.
 
         `has_bfloat16` says whether the CPU has bfloat16 instructions.
         """

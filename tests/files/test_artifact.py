@@ -319,11 +319,11 @@ def test_a_cut_or_foreign_safetensors_file_is_named(tmp_path):
     ):
         fingerprint(path.parent)
     path.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
-    with pytest.raises(ValueError, match=rf"{path} is a pointer of Git LFS.*git lfs pull"):
+    with pytest.raises(ValueError, match=rf"{path} is a Git LFS pointer.*git lfs pull"):
         safetensors_header(path)
     config = path.with_name("config.json")
     config.write_bytes(path.read_bytes())
-    with pytest.raises(ValueError, match=rf"{config} is a pointer of Git LFS"):
+    with pytest.raises(ValueError, match=rf"{config} is a Git LFS pointer"):
         read_json(config)
     path.write_bytes(b"<!doctype html>\n")
     with pytest.raises(ValueError, match=rf"{path} .*\({path.stat().st_size} bytes\)"):

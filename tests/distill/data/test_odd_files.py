@@ -77,7 +77,7 @@ def test_the_content_says_whether_a_file_is_compressed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.parquet", "texts/a.txt"])
 def test_a_pointer_of_git_lfs_is_no_data(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / name, POINTER)
-    with pytest.raises(ValueError, match=r"a\.\S+ is a pointer of Git LFS.*git lfs pull"):
+    with pytest.raises(ValueError, match=r"a\.\S+ is a Git LFS pointer.*git lfs pull"):
         load_conversations(str(tmp_path / "texts") if "texts" in name else path)
 
 
