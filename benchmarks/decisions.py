@@ -12,7 +12,7 @@ They count how often a decision is wrong, since the truth is known.
     baseline    `redraft eval --baseline` on two equal drafts: how often does it fail?
     sleep       a learner that sleeps: how often does it wake although nothing changed, and how soon after a drift?
     intervals   how often does a 95% interval over 16, 32 or 64 prompts contain the truth?
-    doctor      how many faults planted into a sound head does `redraft doctor` name? (`benchmarks/planted.py`)
+    doctor      how many faults planted into an intact head does `redraft doctor` name? (`benchmarks/planted.py`)
     served      by how much do forecasts miss a real vLLM that filters as the target's generation_config.json says?
 
 Requests differ as they do on the demo's target: tau has a standard deviation of 0.46 between

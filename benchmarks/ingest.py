@@ -308,7 +308,7 @@ def running_bench(cfg: Config, folder: Path) -> Iterator[Bench]:
 
 
 def publish(url: str, count: int, traffic: Traffic, orders: Connection) -> None:
-    """In the publisher's process: publish all records to the place that each order names."""
+    """Publish all records to the place that each order names; runs in the publisher's process."""
     from redraft.online.records.publisher import Publisher
 
     made = frames(count, traffic)

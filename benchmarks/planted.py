@@ -1,4 +1,4 @@
-"""Plant faults into a sound EAGLE-3 head, and check whether `redraft doctor` names each.
+"""Plant faults into an intact EAGLE-3 head, and check whether `redraft doctor` names each.
 
 Tests and documentation use the same table.
 
@@ -328,12 +328,12 @@ class Row:
 
 
 class Examiner:
-    """Plants faults into copies of a sound head, and checks each as `redraft doctor` does."""
+    """Plants faults into copies of an intact head, and checks each as `redraft doctor` does."""
 
     def __init__(self, work: Path, num_prompts: int = 16, max_tokens: int = 64) -> None:
         """Let the target answer the prompts.
 
-        The forecast of the sound head on these answers becomes the published one.
+        The forecast of the intact head on these answers becomes the published one.
         """
         self.work = work
         self.model = load_causal_lm(TARGET, torch.float32).eval()
@@ -369,7 +369,7 @@ class Examiner:
     def examine(self, fault: Fault | None, kind: Kind) -> Row:
         """Return the doctor's findings in a head of this kind with the fault.
 
-        Without a fault (None), examine the sound head.
+        Without a fault (None), examine the intact head.
         """
         folder = self.work / f"{kind}-{fault.name if fault else 'sound'}".replace(" ", "-")
         shutil.copytree(HEAD, folder)
@@ -422,7 +422,7 @@ class Examiner:
 
 
 def examine_all(work: Path) -> list[Row]:
-    """Examine the sound head of both kinds, then every fault in both kinds of head."""
+    """Examine the intact head of both kinds, then every fault in both kinds of head."""
     examiner = Examiner(work)
     cases: list[tuple[Fault | None, Kind]] = [
         (fault, kind) for fault in (None, *FAULTS) for kind in KINDS

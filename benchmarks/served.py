@@ -39,7 +39,7 @@ from redraft.heads.families.standalone import StandaloneDraft
 from redraft.heads.target import LoadedTarget
 
 SAMPLING = {"temperature": 0.7, "top_p": 0.8, "top_k": 20}
-"""Those of Qwen2.5."""
+"""Sampling parameters of Qwen2.5."""
 
 METHODS: Mapping[str, SampleMethod] = {"greedy": "greedy", "sampled": "probabilistic"}
 

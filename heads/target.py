@@ -97,7 +97,7 @@ class LoadedTarget:
     rewritten: TargetFolder | None = None
     """The converted copy from which the model was loaded, if any."""
     has_moved: bool = False
-    """As in `Target`."""
+    """The same as in `Target`."""
 
     @property
     def source(self) -> TargetFolder:

@@ -27,7 +27,7 @@ from redraft.heads.provenance import read_provenance
 from redraft.recipes.cli.run import Recipe
 from redraft.recipes.train import COMMON
 
-EVAL_EVERY = 50  # Steps between two evaluations: an adapted draft needs a fraction of a training.
+EVAL_EVERY = 50  # Steps between two evaluations: adapting takes a fraction of the steps.
 
 
 def choose_recipe(args: Sequence[str], prog: str) -> tuple[Recipe, Sequence[str]]:

@@ -34,7 +34,7 @@ ASSETS = Path(__file__).parents[2] / "tests/assets"
 TARGET, HEAD = ASSETS / "tiny-target", ASSETS / "tiny-eagle3"
 
 LIMIT_S = 110.0
-"""Of one engine."""
+"""Time limit for one engine, in seconds."""
 
 NUM_TOKENS = 3
 

@@ -267,7 +267,7 @@ async def offer_pipe(world: World, target: str) -> None:
                     found, is_taken = f"{answer.status_code} {answer.text}", answer.is_success
                     if (
                         answer.status_code == 422
-                    ):  # other requests come while the server is busy with another swap
+                    ):  # more requests arrive while the server is busy with a swap
                         return
                 if is_taken or time.monotonic() > deadline_s:
                     raise NotSurvivedError(

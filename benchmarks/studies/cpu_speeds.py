@@ -42,7 +42,7 @@ SETTINGS: Mapping[str, tuple[Mode, Mapping[str, str]]] = {
     "nobind, eager, vLLM's own wait": ("eager", {BIND: "nobind", **OWN_WAIT}),
     "nobind, one thread, eager": ("eager", {BIND: "nobind", "OMP_NUM_THREADS": "1"}),
 }
-"""By name, the mode and the environment of a server."""
+"""Mode and environment of a server, by the setting's name."""
 
 PAUSES_S = (0.0, 0.3, 1.2, 2.2)
 LOADS = (1, 8)

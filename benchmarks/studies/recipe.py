@@ -56,13 +56,13 @@ class Setting:
     become the default.
     """
     flags: tuple[str, ...] = ()
-    """Of `redraft train`."""
+    """Flags of `redraft train`."""
     rows: int = 1
     trainer: str = "redraft"
     against: str = DEFAULT
     """The setting with which this one is compared."""
     settings: tuple[str, ...] = ()
-    """Of a peer."""
+    """Settings of a peer's trainer."""
 
 
 def _flags(group: str, *flags: str) -> Setting:

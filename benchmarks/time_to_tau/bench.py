@@ -279,7 +279,7 @@ class Judged:
 
     finished: Finished
     counts: list[Counts]
-    """By mark."""
+    """Counts of the forecast, by mark."""
     engine: Counts | None
     """Counts of the last head in the engine."""
 

@@ -151,7 +151,7 @@ class SampleStats:
             "answers cut at the window, with no earlier turn to cut at": self.truncated,
             "later answers beyond the window left out": self.left_out,
             f"labels beyond the window left out, {self.share_beyond:.1%} of all": self.labels_beyond,
-            "conversations with token ids of another tokenizer, tokenised again": self.foreign_ids,
+            "conversations with token ids of a different tokenizer, tokenised again": self.foreign_ids,
             "tokens of plain text left out, alone in a window": self.lone_tokens,
             "plain texts with special tokens, all learned, a user's turns too: give `messages`": self.marked_texts,
         }

@@ -115,7 +115,9 @@ def _read_configs(card: Path) -> list[dict[str, Any]]:
 
     try:
         configs = (metadata_load(card) or {}).get("configs")
-    except Exception:  # a document that is not a card: with other YAML, or in another encoding
+    except (
+        Exception
+    ):  # a document that is not a card: with different YAML, or in a different encoding
         return []
     found = configs if isinstance(configs, list) else []
     return [one for one in found if isinstance(one, dict) and one.get("data_files")]

@@ -37,13 +37,13 @@ from redraft.heads.families.peagle import PEagle
 from redraft.heads.nn.layers import Attention, Rotary
 from redraft.heads.shape import LlamaShape
 
-MIN_GAIN = 0.05  # gain that counts, as a share of accepted tokens; a sound head only loses
+MIN_GAIN = 0.05  # gain that counts, as a share of accepted tokens; an intact head only loses
 # The gain must also be large in tokens per target step, because a useless head gains any fraction
 # by chance.
 MIN_GAIN_TOKENS = 0.02
 
 MIN_GAIN_OF_ANCHOR = 0.25
-"""Minimum gain for a reading whose feature reveals the next token. Even a sound head may gain a few
+"""Minimum gain for a reading whose feature reveals the next token. Even an intact head may gain a few
 per cent from it.
 """
 

@@ -178,7 +178,7 @@ class RunFolder:
         holds_work = not is_new and any(path.name not in early for path in self.folder.iterdir())
         if holds_work and not started.exists():
             raise ValueError(
-                f"{self.folder} is not a redraft run (no {RUN}): choose another --output"
+                f"{self.folder} is not a redraft run (no {RUN}): choose a different --output"
             )
         self.folder.mkdir(parents=True, exist_ok=True)
         self._own()
@@ -186,7 +186,7 @@ class RunFolder:
         published = [self.folder / name for name in PUBLISHED]
         replaced = [*(self._results() if overwrite else published), previous]
         if not is_new and (obstacle := find_obstacle(replaced, self.config, _find_foreign)):
-            raise ValueError(f"{obstacle}: choose another --output")
+            raise ValueError(f"{obstacle}: choose a different --output")
         self._replaces = overwrite and holds_work
         if self._replaces:
             return self.date.isoformat()
@@ -215,7 +215,11 @@ class RunFolder:
 
     def _way_out(self) -> str:
         obstacle = find_obstacle(self._results(), self.config, _find_foreign)
-        return "choose another --output" if obstacle else "give --overwrite, or another --output"
+        return (
+            "choose a different --output"
+            if obstacle
+            else "give --overwrite, or a different --output"
+        )
 
     def _describe(self) -> None:
         about = {"command": sys.argv, "date": self.date.isoformat(), "config": self.config}
@@ -249,7 +253,7 @@ class RunFolder:
             fcntl.lockf(self._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             raise ValueError(
-                f"another process is training in {self.folder}: choose another --output"
+                f"another process is training in {self.folder}: choose a different --output"
             ) from None
         except OSError as error:
             if error.errno not in NO_LOCKS:

@@ -91,7 +91,7 @@ def find_lost_acceptance(counts: AcceptanceCounts, trained_tau: float) -> Iterat
         yield Finding(
             f"training measured tau {trained_tau:.2f}, but serving measures {counts.tau:.2f} "
             f"({counts.num_drafts} drafts): {served / expected:.0%} of the accepted tokens",
-            "the draft receives other inputs than in training: check aux layer ids, norms, chat "
+            "the draft does not receive the same inputs as in training: check aux layer ids, norms, chat "
             "template and loss mask",
         )
 
@@ -102,7 +102,7 @@ def find_dead(counts: AcceptanceCounts) -> Iterator[Finding]:
         yield Finding(
             f"the draft is useless: tau {counts.tau:.2f} over {counts.num_drafts} drafts, so it slows "
             "the server down",
-            "it is untrained, damaged, or for another target: train one for this target, or export "
+            "it is untrained, damaged, or for a different target: train one for this target, or export "
             "it again",
         )
 

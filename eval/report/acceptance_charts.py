@@ -19,7 +19,7 @@ from redraft.eval.report.charts import (
 from redraft.eval.report.results import choose_common_k, find_entry, read_tau
 
 ROW_HEIGHT = 22  # height per domain and draft in the first chart, in pixels
-COLORS = 5  # of the page; drafts beyond them reuse the colours with another shape
+COLORS = 5  # of the page; drafts beyond them reuse the colours with a different shape
 COLUMNS = 4  # Of a legend.
 SHAPES = ("circle", "square", "triangle-up", "diamond")
 

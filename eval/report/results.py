@@ -20,7 +20,7 @@ from redraft.eval.intervals import estimate_gain, estimate_ratio
 Array = NDArray[np.float64]
 
 MAX_DIFFERENCE = 0.03  # forecast and engine diverge above this share of the engine's tau
-DIGITS = 6  # decimal places in a report: they hide the rounding of sums in another order
+DIGITS = 6  # decimal places in a report: they hide the rounding of sums in a different order
 
 EngineCounts = Mapping[tuple[str, float, int], Sequence[AcceptanceCounts]]
 """The engine's counts per prompt, in the order of the prompts, by (draft, temperature,

@@ -21,7 +21,7 @@ from redraft.eval.serving.prediction import Choice
 from redraft.eval.serving.rounds import Compared, Results, compare
 from redraft.files.artifact import write_whole
 
-VERSION = 2  # Version of the format. The first was of another command.
+VERSION = 2  # Version of the format. Version 1 was written by a different command.
 WORTH = 0.02  # minimum expected gain for which adaptive verification is recommended
 FREE = 0.95  # Rounds differ by several percent: down to this ratio a draft costs nothing.
 

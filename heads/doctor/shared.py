@@ -272,6 +272,6 @@ def mask_token_fits(pair: Pair, key: str, mask: int) -> Iterator[Finding]:
     if mask in ends:
         yield Finding(
             f"the mask token {mask} ends the target's answers",
-            "train the head with another free id: --head.mask-token-id",
+            "train the head with a different free id: --head.mask-token-id",
             is_doubt=True,
         )

@@ -266,7 +266,7 @@ def require_same_target(target: TargetFolder, gguf: GgufTarget) -> None:
 
     The sizes, the tokens and a sample of the embeddings are compared.
     """
-    config, other = target.text_config, "a draft has low acceptance with another target: use"
+    config, other = target.text_config, "a draft has low acceptance with a different target: use"
     for name, theirs, ours in (
         ("layers", gguf.num_layers, config.num_hidden_layers),
         ("values per state", gguf.hidden_size, config.hidden_size),

@@ -225,7 +225,9 @@ class Feed:
         """Return the record header of a new request, or None if the request is not recorded."""
         params = request.sampling_params
         origin = read_origin_arguments(params.extra_args)
-        if origin is None:  # e.g. of another front end: whether its client opted out is not known
+        if (
+            origin is None
+        ):  # e.g. from a different front end: it is not known whether its client opted out
             self.capture.counts["skipped_requests_unmarked"] += 1
             return None
         if reason := _find_skip_reason(

@@ -155,7 +155,7 @@ class Rereader:
         self._agree, self._is_among_ranks = agree or agree_on_ranks, False
         self._num_ranks: int = proposer.vllm_config.parallel_config.tensor_parallel_size
         self.max_tokens: int = proposer.vllm_config.scheduler_config.max_num_batched_tokens
-        self.num_tokens = 0  # Tokens read again since the start.
+        self.num_tokens = 0  # Tokens reread since the start.
         self.error = ""
         _require_plain_keys(proposer, groups)
         self.ledger = Ledger(groups[0].kv_cache_group_id, groups[0].kv_cache_spec.block_size)

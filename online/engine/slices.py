@@ -5,7 +5,7 @@
     staging    reads these rows or columns only
     load       `Sliced`, a tensor of the whole shape: the loaders cut their part out of it as they would of any other
 
-A tensor that is cut in another way than by rows or columns is read whole. If a loader does not run
+A tensor that is not cut by rows or columns is read as a whole. If a loader does not run
 on such a copy, all tensors are read whole.
 """
 

@@ -15,7 +15,7 @@ UNKNOWN_NAME = "the host name cannot be resolved: correct the address, or the na
 NO_ROUTE = "there is no network route to it: correct the address, or the route"
 SILENT = "it did not answer in time: check for a firewall in between, and whether the server hangs"
 UNTRUSTED = "its certificate is not trusted here: set SSL_CERT_FILE to a file with its authority"
-OTHER_NAME = "its certificate is for another host name: use the address in the certificate"
+OTHER_NAME = "its certificate is for a different host name: use the address in the certificate"
 EXPIRED = "its certificate has expired: renew it"
 WANTS_CERTIFICATE = (
     "it requires a certificate from clients, but redraft has none: start vLLM "

@@ -1,1 +1,1 @@
-"""From records to a candidate draft, and the gate that judges it."""
+"""Turns records into a candidate draft, and judges it."""

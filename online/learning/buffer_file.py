@@ -364,7 +364,7 @@ def _build_index(rows: Iterable[Any]) -> Index:
             values.append((seq, time_s, sys.intern(domain), sys.intern(tenant), number, *rest))
         return np.array(values, INDEX_DTYPE)
     except (TypeError, ValueError, OverflowError) as error:
-        raise DamagedFileError(f"a column of another type: {error}") from error
+        raise DamagedFileError(f"a column has a different type: {error}") from error
 
 
 def _checksum(seq: int, row: Iterable[Any]) -> int:

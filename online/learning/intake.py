@@ -76,7 +76,7 @@ class Spool:
     def __init__(self, folder: Path, buffer: Buffer, vocab_size: int) -> None:
         self.folder, self.buffer, self.vocab_size = folder, buffer, vocab_size
         self._passed_over: set[str] = set()
-        """Names of the files that stay because they cannot be read. They are not read again
+        """Names of the files that stay because they cannot be read. They are not reread
         until the learner restarts.
         """
 

@@ -71,7 +71,7 @@ class RollingFiles:
         self.counts, self.damage = counts, damage
         self.files: list[BufferFile] = []  # Oldest first.
         self._rehashed: NDArray[np.void] = np.empty(0, REHASHED_DTYPE)
-        """By ascending number, new hashes of records that another key had hashed."""
+        """New hashes of records that were hashed with a different key, by ascending number."""
         paths = sorted(folder.glob("records-*.db")) if folder else []
         if folder:
             unlink(folder / WRITTEN_AGAIN)

@@ -47,7 +47,7 @@ HEADERS = {
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",  # a learner of another release has other assets
+    "Cache-Control": "no-cache",  # a learner of a different release has different assets
 }
 
 

@@ -38,7 +38,9 @@ TIMEOUT_S = 60.0
 # Maximum sum of the most probable tokens' probabilities. It may exceed 1, because log-probabilities
 # are rounded.
 MAX_TOTAL = 1.01
-MAX_CHANGE = 0.5  # of a log-probability with another top_p; after the filter, it would be far more
+MAX_CHANGE = (
+    0.5  # of a log-probability with a different top_p; after the filter, it would be far more
+)
 PROMPT = "The"
 PROMPTS = (
     "The",
@@ -325,4 +327,4 @@ CHECKS: Mapping[str, type[ServerCheck]] = {
     "sglang": SglangCheck,
     "llama.cpp": LlamaCppCheck,
 }
-"""By engine."""
+"""The class that checks a server, by engine."""

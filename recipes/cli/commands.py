@@ -55,7 +55,7 @@ COMMANDS = {
     "export": Command(
         Group.TRAIN,
         "redraft.recipes.operate.export",
-        "Convert a draft for another engine",
+        "Convert a draft for a different engine",
         "redraft export DRAFT --engine sglang",
     ),
     "data": Command(

@@ -449,7 +449,7 @@ def serve_flags(choice: Choice) -> str:
     """Return the variables and the `vllm serve` flag for this draft's best number of tokens."""
     config = choice.speculative_config
     variables = lookup_env(config)
-    if variables:  # a lookup; vLLM's own of n-grams is another one on its V2 runner
+    if variables:  # a lookup; vLLM's own n-gram lookup differs on its V2 runner
         variables["VLLM_PLUGINS"] = PLUGIN_NAME
     shown = "".join(f"{name}={shlex.quote(value)} " for name, value in variables.items())
     return f"{shown}--speculative-config {shlex.quote(json.dumps(vllm_keys(config)))}"

@@ -194,7 +194,7 @@ def training_command(making: Making, name: str) -> list[str]:
     Raises:
         ValueError: the target has too few layers.
     """
-    assert making.answers is not None, "a training without answers is refused before"
+    assert making.answers is not None, "a training run without answers was refused before"
     cfg, tokens = making.cfg, str(making.cfg.num_speculative_tokens)
     if found := LAYERS.fullmatch(name):
         family, own = (

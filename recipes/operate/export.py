@@ -1,4 +1,4 @@
-"""Convert a draft for another engine, and print the command that serves it.
+"""Convert a draft for a different engine, and print the command that serves it.
 
     $ redraft export outputs/eagle3/draft --engine sglang
     $ redraft export outputs/dspark/draft --engine tensorrt-llm --output drafts/dspark

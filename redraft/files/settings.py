@@ -50,7 +50,7 @@ class SettingsFile:
 def read_toml(path: Path, config_type: type[Config], overrides: Sequence[str] = ()) -> Config:
     """Read the configuration in `path`.
 
-    An override is another line of TOML, e.g. `training.lr=1e-3`, and takes precedence. Relative
+    An override is a line of TOML, e.g. `training.lr=1e-3`, and takes precedence. Relative
     paths are relative to the file's folder.
 
     Raises:
