@@ -122,8 +122,8 @@ def alpha_gradient(c: Compared) -> Tensor:
     `below` is 1 if q < p, 0 if q > p, and 1/2 if they are equal. All terms have the order of
     magnitude of alpha, so neg_log_alpha can divide by alpha even if it is tiny.
     """
-    # 1, 1/2 or 0, because autograd also halves the gradient of `minimum` at a tie, and so does the
-    # oracle.
+    # The factor is 1, 1/2 or 0, because autograd and the oracle also halve the gradient of `minimum`
+    # at a tie.
     below_q_MX = torch.sub(c.p_MX, c.q_MX).sign_().add_(1).mul_(0.5).mul_(c.q_MX)
     return below_q_MX.sub_(c.q_MX * below_q_MX.sum(-1, keepdim=True))
 

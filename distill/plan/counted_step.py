@@ -44,7 +44,7 @@ class Plan:
     whole: Any = None
     """The enclosing config, for a target with images."""
     head: Any
-    """The family's options. For a standalone draft, its text config."""
+    """The family's options, or the text config of a standalone draft."""
     draft_vocab_size: int = 0
     """Size of the draft's vocabulary. 0 for the target's whole vocabulary."""
     divergence: Divergence

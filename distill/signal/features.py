@@ -371,7 +371,7 @@ def _tolerance(dtype: torch.dtype, description: Description) -> float:
     It is the difference between a target's own log-probabilities and those computed from its
     states.
     """
-    # A different target differs by whole nats.
+    # The states of a different target would differ by whole nats.
     if description.dtype == "float8":
         return 0.5
     # 16-bit dtypes round logits to about 1/16.

@@ -55,7 +55,7 @@ class StoredForecast:
         return msgspec.convert(stored, StoredForecast) if stored else None
 
     def expected(self, prompts: Sequence[Sequence[int]]) -> list[AcceptanceCounts | None]:
-        """The expected counts for each of these prompts.
+        """Return the expected counts for each of the prompts.
 
         A prompt that is not in the forecast gets None.
         """

@@ -72,7 +72,7 @@ class VerifiedLabels:
     alpha_greedy_N: Tensor
     """p(argmax q), with the p and q from which the text was sampled."""
     confidence_N: Tensor
-    """The draft's confidence in its token, as adaptive verification uses it. 1 for a lookup."""
+    """The draft's confidence in its token, as adaptive verification uses it. It is 1 for a lookup."""
 
 
 Proposals = DraftStep | Tensor  # a step, or the token looked up for each label, int64 [N]

@@ -356,7 +356,7 @@ def _served(block: Block, parity: Parity, draft: Any, trained: Sequence[Pass]) -
         return [Pass(ids_N=None, positions_N=at, feature_ND=None, hidden_ND=hidden_ND)]
     if parity == "prefix_and_masks":
         (only,) = block.passes
-        # This is one pass in the engine, split where training has two.
+        # The engine makes one pass where training makes several, so split the engine's pass.
         ends = np.cumsum([0, *(len(each.positions_N) for each in trained)])
         parts = [slice(begin, end) for begin, end in itertools.pairwise(ends.tolist())]
         return [

@@ -294,7 +294,7 @@ class Compared:
     tau: float
     acceptance_per_position: list[float]
     accepted_per_s: float
-    """Accepted draft tokens per second of all requests."""
+    """Accepted draft tokens per second, over all requests."""
     rows_per_token: float
     """Rows that the target verified per output token, which is 1 without a draft. With adaptive
     verification, this is the cost of a token.

@@ -228,7 +228,7 @@ class Eagle3(nn.Module):
             )
         layer, *others = layers
         theirs = {f"midlayer.{name}": value for name, value in layer_weights(layer).items()}
-        # The target's layer norms this state as `hidden_norm` does here. OLMo 2 has no such norm.
+        # The target's layer normalises this state in the way of `hidden_norm`. OLMo 2 has no such norm.
         norm = theirs.pop("midlayer.input_layernorm.weight", None)
         if norm is not None:
             theirs["midlayer.hidden_norm.weight"] = norm

@@ -99,7 +99,7 @@ class DeviceTexts:
         self._finish_requests(scheduler_output)
 
     def learn(self) -> None:
-        """Pass on the texts that finished two steps ago, and count a few tokens."""
+        """Give the counter the texts that finished two steps ago, and let it count a few tokens."""
         if self.counter is None:
             return
         while self._ended and self._ended[0].step <= self._step - STEPS_AHEAD:

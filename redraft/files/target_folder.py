@@ -121,7 +121,7 @@ class TargetFolder:
 
     @cached_property
     def quantization(self) -> str | None:
-        """The quantization of the weights, under its tool's name.
+        """The name of the tool that quantised the weights.
 
         None if they are not quantised.
         """
