@@ -1,6 +1,6 @@
 """Measure lookups: V2 against V1, memory and time of live counts, and vLLM's suffix decoding.
 
-$ python -m benchmarks.lookup --short                         # 20 minutes, with SmolLM2-135M-Instruct
+$ python -m benchmarks.lookup --short                         # 12 minutes, with SmolLM2-135M-Instruct
 $ python -m benchmarks.lookup                                 # two hours
 $ python -m benchmarks.lookup --parts counts --answers 4000   # memory and time alone
 $ pip install arctic-inference==0.1.1                         # for suffix decoding, which vLLM runs on V1
