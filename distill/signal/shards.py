@@ -301,8 +301,8 @@ class Shards:
             found = there.get(name)
             if found != wanted and not (name == "layers" and set(wanted) <= set(found or ())):
                 raise ValueError(
-                    f"{folder} was written with a different {name} ({found!s:.40}, wanted "
-                    f"{wanted!s:.40}): write the cache into a new folder"
+                    f"{folder} was written with {name} {found!s:.40}, but this run has "
+                    f"{wanted!s:.40}: write the cache into a new folder"
                 )
         if num_missing := _count_missing(folder, self.header):
             raise ValueError(

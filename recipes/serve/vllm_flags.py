@@ -365,7 +365,7 @@ def require_same_weights(target: str, environment: Mapping[str, str]) -> None:
         )
     if environment.get(REDIRECT):
         raise ValueError(
-            f"{REDIRECT} may make vLLM load weights other than {target}'s: unset it, and give "
+            f"{REDIRECT} may make vLLM load weights other than those of {target}: unset it, and give "
             f"the folder "
             "with the weights"
         )

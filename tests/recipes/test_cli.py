@@ -294,6 +294,7 @@ ELSEWHERE = {
     "--full-attention-indices",  # speculators
     "--speculative-use-rejection-sampling",  # SGLang
     "--help-all",
+    *("--ngram.min", "--ngram.max", "--prove.ce-baseline"),  # removed, says the changelog
 }
 """Flags in documents that no command lists."""
 

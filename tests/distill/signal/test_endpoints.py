@@ -322,9 +322,9 @@ def test_a_server_with_another_name_is_named_once(
         ([], "`prompt_logprobs`.*vLLM itself"),
         ([{"text": "x"}], "`prompt_logprobs`.*vLLM itself"),
         (None, "`prompt_logprobs`.*vLLM itself"),
-        ([{"prompt_logprobs": [None]}], "another form"),
-        ([{"prompt_logprobs": [-1.0] * 26}], "another form"),
-        ([{"prompt_logprobs": [{"the": {"logprob": -1.0}}] * 26}], "another form"),
+        ([{"prompt_logprobs": [None]}], "a form that vLLM does not use"),
+        ([{"prompt_logprobs": [-1.0] * 26}], "a form that vLLM does not use"),
+        ([{"prompt_logprobs": [{"the": {"logprob": -1.0}}] * 26}], "a form that vLLM does not use"),
         ([{"prompt_logprobs": [{"1": {"logprob": -1.0}}] * 26}], r"\b1 .*not 3.*--signal\.k"),
     ],
 )

@@ -197,7 +197,7 @@ def test_a_gguf_file_of_another_target_is_refused_for_llama_cpp(
     moved = type(model)(model.config)
     moved.save_pretrained(other)
     file = GgufTarget(write_gguf(tmp_path / "other.gguf", other, small_tokenizer))
-    with pytest.raises(ValueError, match=r"other embeddings"):
+    with pytest.raises(ValueError, match=r"different embeddings"):
         require_same_target(world.folder, file)
     config = LlamaConfig(**{**model.config.to_dict(), "num_hidden_layers": 4})
     type(model)(config).save_pretrained(other)

@@ -305,7 +305,7 @@ def make_tap(folder):
 
 
 def test_a_tap_without_a_place_for_records_is_refused():
-    with pytest.raises(ValueError, match=r"place for records: .*spool.*ingest"):
+    with pytest.raises(ValueError, match=r"destination .* records: .*spool.*ingest"):
         Tap(TapConfig(), "target")
 
 

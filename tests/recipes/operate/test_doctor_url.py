@@ -171,7 +171,7 @@ def test_doctor_names_a_server_of_another_target(
     with sglang_server(answer_as_sglang(world, draft)) as url:
         status, found = ask_doctor(other, draft, url, capsys)
     assert status == 1
-    assert any("another target" in one["problem"] for one in found["findings"])
+    assert any("a different target" in one["problem"] for one in found["findings"])
 
 
 def test_doctor_says_in_one_line_what_it_cannot_compare(
