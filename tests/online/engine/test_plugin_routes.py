@@ -389,7 +389,7 @@ def test_a_load_that_no_rank_answers_is_a_line_and_puts_the_last_good_draft_back
 
 def test_a_target_that_was_overwritten_is_told(registry):
     answer, _ = swap(registry, redraft_load=[LOADED, OVERWRITTEN])
-    assert (answer.status_code, "target weights" in answer.text) == (500, True)
+    assert (answer.status_code, "target's weights" in answer.text) == (500, True)
 
 
 def test_generation_is_resumed_whatever_happens(registry):

@@ -315,7 +315,7 @@ def test_by_default_the_cache_is_kept_for_heads_of_one_layer_and_read_again_by_d
     engine_worker._prepare_cache(worker, asked)
     assert (state.swap_cache, state.rereader is not None) == (chosen, chosen == "draft")
     if asked == "auto" and chosen == "clear":
-        with pytest.raises(ValueError, match=r"--swap\.cache|\bdraft\b.*\bagain\b"):
+        with pytest.raises(ValueError, match=r"--swap\.cache|\bdraft\b.*\breread\b"):
             engine_worker._prepare_cache(worker, "draft")
 
 
