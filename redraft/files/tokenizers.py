@@ -19,7 +19,7 @@ def check_same_tokenizer(target_tokenizer: Any, draft_tokenizer: Any) -> None:
         raise ValueError(
             f"the draft's tokenizer differs from the target's: token {token_id} is "
             f"{_shown(target)} in "
-            f"the target but {_shown(draft)} in the draft: choose a draft of the target's family"
+            f"the target but {_shown(draft)} in the draft; choose a draft of the target's family"
         )
 
 
