@@ -81,7 +81,9 @@ SETTINGS: Mapping[str, Mapping[str, Setting]] = {
             "start", "--init", "last_layer", "--optim.lr", "2e-3"
         ),
         **{
-            f"{steps} draft steps": _flags("steps", "--head.num-steps", steps)
+            f"{steps} draft steps": _flags(
+                "steps", "--head.num-steps", steps, "--prove.num-speculative-tokens", "1"
+            )
             for steps in ("1", "3", "5")
         },
         "8,192 draft ids": _flags("vocabulary", "--draft-vocab-size", "8192"),

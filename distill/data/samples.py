@@ -303,7 +303,7 @@ def held_out_prompts(
         raise ValueError(
             f"none of {len(conversations):,} conversations has a prompt of at most {max_length} "
             "tokens: raise --data.max-prompt-tokens (redraft eval: "
-            "--max-prompt-tokens){f'; {reasons}' if reasons else ''}"
+            f"--max-prompt-tokens){f'; {reasons}' if reasons else ''}"
         )
     if left_out:
         print(f"held-out prompts: {len(prompts):,}; left out: {reasons}")

@@ -109,7 +109,7 @@ def test_windowed_and_full_heads_are_trained_alike_and_a_killed_run_continues(
 
 
 def test_lengths_out_of_order_are_refused() -> None:
-    with pytest.raises(ValueError, match="not ascending"):
+    with pytest.raises(ValueError, match="in ascending order"):
         Config(lengths=(4096, 1024))
 
 

@@ -122,7 +122,7 @@ def test_conversations_end_where_a_served_drafts_view_ends(
     data = load(path, target, tmp_path / "run", is_head=is_head)
     is_cut = bool(changes) and not (is_head and "sliding_window" in changes)
     said, length = capsys.readouterr().out, 40 if is_cut else 96
-    assert (f"{length} tokens: a server" in said) == is_cut
+    assert (f"{length} tokens, because a server" in said) == is_cut
     for part in (data.train, data.held_out):
         assert max(len(sample.input_ids) for sample in part.samples) == length
         batch = part.batch(0, batch_size=1)

@@ -75,7 +75,7 @@ def test_a_finished_training_with_other_settings_is_refused(tmp_path: Path) -> N
     content = {"course": vars(course), "settings": {}, "planned_steps": 1, "marks": []}
     course.result.write_text(json.dumps(content))
     require_same(course)
-    with pytest.raises(ValueError, match="pass another --output"):
+    with pytest.raises(ValueError, match="pass a different --output"):
         require_same(replace(course, minutes=29.0))
 
 

@@ -340,7 +340,7 @@ def test_a_domain_column_that_no_row_has_is_named(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = load_conversations(str(path), domain_column="topic")
     assert [conversation["domain"] for conversation in found] == ["trees", "all"]
-    with pytest.raises(ValueError, match=r"no column 'tropic', but messages, topic"):
+    with pytest.raises(ValueError, match=r"no column 'tropic', only messages, topic"):
         load_conversations(str(path), domain_column="tropic")
 
 

@@ -237,11 +237,11 @@ def test_the_cache_of_another_target_other_data_or_other_layers_is_refused(
 ) -> None:
     model, samples = load(random_target), make_samples()
     make_cache(tmp_path / "states", samples, InProcessTarget(model, (0, 2)), layers=(0, 2))
-    with pytest.raises(ValueError, match=r"\(the-target, wanted another-target\)"):
+    with pytest.raises(ValueError, match=r"target the-target, but this run has another-target"):
         read_cache(tmp_path / "states", samples, model, target="another-target")
     with pytest.raises(ValueError, match=data_hash(samples)[:12]):
         read_cache(tmp_path / "states", make_samples(seed=1), model)
-    with pytest.raises(ValueError, match=r"layers \(\[0, 2\], wanted \[1, 2\]\)"):
+    with pytest.raises(ValueError, match=r"layers \[0, 2\], but this run has \[1, 2\]"):
         read_cache(tmp_path / "states", samples, model, layers=(1, 2))
     with pytest.raises(ValueError, match=r"hidden states.*top k"):
         CachedTarget(tmp_path / "states", TopK(4), target="the-target", data=data_hash(samples))
@@ -430,12 +430,12 @@ def test_a_shared_cache_is_read_only_as_what_it_was_written(
     whole = states(InProcessTarget(exact, (0, 2))(batch), batch)[1]
     assert 0 < (kept - whole).norm() < 0.04 * whole.norm(), "float8, of the layers asked for"
     for model, dtype, found in ((exact, "float32", "dtype"), (rounded, "float8", "target")):
-        with pytest.raises(ValueError, match=f"another {found}.*float.*, wanted b?float"):
+        with pytest.raises(ValueError, match=f"with {found} .*float.* this run has b?float"):
             read(model, cache_dtype=dtype)
     top = {"cache": tmp_path / "top"}
     assert read(exact, None, k=4, **top)(batch).distribution.ids_BTK.shape[-1] == 4
     for k in (3, 64):
-        with pytest.raises(ValueError, match=rf"another k \(4, wanted {k}\)"):
+        with pytest.raises(ValueError, match=rf"with k 4, but this run has {k}"):
             read(exact, None, k=k, **top)
 
 

@@ -148,7 +148,10 @@ def test_forced_adaptive_verification_needs_no_pacer_and_gives_no_warning(caplog
         caplog.clear()
         with caplog.at_level(logging.INFO, pace_hooks.logger.name):
             install_pacer(scheduler, pace)
-        assert f"--pace {pace}: vLLM decides how many draft tokens each step verifies" in caplog.messages[0]
+        assert (
+            f"--pace {pace}: vLLM decides how many draft tokens each step verifies"
+            in caplog.messages[0]
+        )
         assert any(record.levelname == "WARNING" for record in caplog.records) is warns
         assert scheduler.redraft.pacer is None
 
