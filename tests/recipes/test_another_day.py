@@ -113,7 +113,7 @@ def test_a_resumed_run_trains_on_the_same_tokens_and_reads_its_cache(
 
     _, another = Training(target, source, tmp_path / "another").start()
     assert another.hash != before.hash  # the date does stand in the tokens
-    with pytest.raises(ValueError, match="written with data .* but this run has"):
+    with pytest.raises(ValueError, match=r"written with data .* but this run has"):
         training.read_cache(another)
 
 
