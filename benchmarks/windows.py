@@ -1,6 +1,6 @@
 """Compare heads with and without a window at long context, beyond their training length.
 
-$ python -m benchmarks.windows                      # SmolLM2-135M-Instruct, 40 minutes on two quiet cores
+$ python -m benchmarks.windows                      # SmolLM2-135M-Instruct, about 100 minutes on a quiet core
 $ python -m benchmarks.windows --steps 2000 --num-prompts 32 --output outputs/bench/windows-long    # a day
 $ python -m benchmarks.windows --target tests/assets/tiny-target --lengths 64 128 --contexts 64 192 \
       --window 32 --steps 4 --num-prompts 2         # a one-minute trial
@@ -12,7 +12,7 @@ different files, which the target continues after each of `contexts` tokens. `ta
 are under `trained_at`. Each tau has its 95% interval over prompts.
 
 The times are estimates from counted tokens: 4 heads x 24 steps x 8,192 tokens are 0.8 million
-tokens of training (the long form has 66 million), at 600 tokens/s of one thread. After a kill, run
+tokens of training (the long form has 66 million), at about 150 tokens/s of one thread. After a kill, run
 the same command again: it keeps finished heads and finished batches of prompts.
 """
 
