@@ -253,7 +253,8 @@ class Run:
         weights = distillation.weights()
         if whole is not None:
             whole.load_state_dict(weights)
-        # Otherwise, the accelerator would save this one into the checkpoints of a later training.
+        # Otherwise, the accelerator would save this draft into the checkpoints of a later training
+        # run.
         distillation.close()
         return whole, cost
 

@@ -101,7 +101,7 @@ class RunFolder:
     ) -> None:
         self.folder, self.accelerator = folder, accelerator
         self.config: dict[str, Any] = {}
-        # Of the run's first start, for chat templates that write the date.
+        # The date of the run's first start, for chat templates that write the date.
         self.date = date or choose_day()
         self.metrics: list[dict[str, Any]] = []
         self.inputs: dict[str, str] = {}

@@ -23,7 +23,7 @@ class Ngram:
     def __post_init__(self) -> None:
         if not 1 <= self.min <= self.max:
             raise ValueError(
-                f"n-grams of {self.min} to {self.max} tokens: give 1 <= --ngram.min <= --ngram.max"
+                f"n-grams of {self.min} to {self.max} tokens: these must be at least 1 and ascending"
             )
 
     def blocks(

@@ -53,5 +53,5 @@ def test_vllm_proposes_the_same() -> None:
 
 @pytest.mark.parametrize(("low", "high"), [(0, 2), (3, 2)])
 def test_impossible_lengths_are_refused(low: int, high: int) -> None:
-    with pytest.raises(ValueError, match=rf"\b{low} to {high}\b.*--ngram\.min"):
+    with pytest.raises(ValueError, match=rf"\b{low} to {high}\b.*ascending"):
         Ngram(min=low, max=high)
