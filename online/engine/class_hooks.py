@@ -208,5 +208,5 @@ def pass_labels(set_version: Callable[[Any, str], None]) -> Callable[[Any, str],
 
 
 # Rereading needs the attention groups that vLLM's method creates.
-install_worker = after_start(lambda each: worker.install(each))
+install_worker = after_start(worker.install)
 """Wrapper around a worker's start-up, after which the worker records and swaps."""

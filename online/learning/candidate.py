@@ -228,8 +228,7 @@ class Candidate:
             f"a micro-batch of {rows} x {width} tokens does not fit into the GPU's memory"
         )
         if ranks > 1 or rows == 1:
-            cure = "training.accumulation" if rows > 1 else "training.sequence_length"
-            change = f"raise {cure}" if rows > 1 else f"lower {cure}"
+            change = "raise training.accumulation" if rows > 1 else "lower training.sequence_length"
             raise ValueError(
                 f"{does_not_fit}: {change} in learner.toml, or give the server less "
                 f"--gpu-memory-utilization ({full})"

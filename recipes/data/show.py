@@ -1,6 +1,6 @@
 """Show a draft's training data before training.
 
-The command prints sizes, losses of data, vocabulary, and labels in colour.
+The command prints sizes, rejected answers, vocabulary, and labels in colour.
 """
 
 import functools

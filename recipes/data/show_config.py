@@ -1,7 +1,5 @@
 """Show what a draft would learn from a data set, before any training.
 
-The command prints sizes, losses of data, vocabulary, and labels in colour.
-
 $ redraft data answers.jsonl --target meta-llama/Llama-3.1-8B-Instruct
 $ redraft data ShareGPT_V3.json --target TARGET --held-out 0.05 --num-samples 10 --no-color
 

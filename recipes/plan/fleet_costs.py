@@ -109,11 +109,10 @@ def count_costs(family: FamilyName, target: str, draft: str, traffic: Traffic) -
     met = sum(
         work.flops * n for work, n in counted.operations.items() if (work.part, work.kind) == MEETS
     )
-    num_texts = count_texts(max(len(record.hidden) for record in records))
-    memory = [
-        sum(count_learner(plan, _records(hidden, traffic, number), reads)[0].memory.values())
-        for number in (num_texts, 1)
-    ]
+    step = _records(hidden, traffic, count_texts(max(len(record.hidden) for record in records)))
+    step_memory, row_memory = (
+        count_learner(plan, some, reads)[0].memory.total() for some in (step, records[:1])
+    )
     captured = (
         statistics.mean(len(encode_record(record)) for record in records) / traffic.output_tokens
     )
@@ -123,8 +122,8 @@ def count_costs(family: FamilyName, target: str, draft: str, traffic: Traffic) -
         captured_bytes=captured,
         stored_bytes=captured * stored_per_captured(traffic),
         learner_flops=count_flops(counted) * passes() / len(records) / traffic.output_tokens,
-        step_memory_bytes=memory[0],
-        row_memory_bytes=memory[1],
+        step_memory_bytes=step_memory,
+        row_memory_bytes=row_memory,
     )
 
 
