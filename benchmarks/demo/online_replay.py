@@ -33,6 +33,7 @@ from redraft.online.daemon.config import LearnerConfig
 from redraft.online.fleet.registry import Registry
 from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.candidate import DRAFT, Candidate
+from redraft.online.learning.config import Replay
 from redraft.online.records.record import Record
 
 FIRST = "v000001"
@@ -88,8 +89,10 @@ class Replayer:
             Progress(total=2 * len(seeds) * steps, desc="replay offline", unit="step") as bar,
         ):
             for seed in seeds:
+                own = self.cfg.training.fresh_per_step, self.cfg.training.replay_per_step
+                in_order = list_steps(self.buffer, self.cfg.replay, *own, steps, seed)
                 for name, batches in (
-                    ("learned", self._in_order(steps, seed)),
+                    ("learned", ([*fresh, *replayed] for fresh, replayed in in_order)),
                     ("ceiling", self._at_random(of_domain, steps, seed)),
                 ):
                     self.candidate.begin(self.first)
@@ -114,23 +117,6 @@ class Replayer:
             "records": len(of_domain),
         }
 
-    def _in_order(self, steps: int, seed: int) -> Iterator[list[Record]]:
-        """Yield the records of every step in the learner's order (`Trainer.step`)."""
-        training, through = self.cfg.training, 0
-        for _ in range(steps):
-            fresh = self.buffer.fresh(through, training.fresh_per_step)
-            if not fresh:
-                return
-            replayed = self.buffer.replay(
-                training.replay_per_step,
-                through=through,
-                now_s=fresh[-1].record.time_s,
-                seed=seed * 1_000_003 + through,
-                policy=self.cfg.replay,
-            )
-            yield [*(one.record for one in fresh), *replayed]
-            through = fresh[-1].seq
-
     def _at_random(
         self, records: Sequence[Record], steps: int, seed: int
     ) -> Iterator[list[Record]]:
@@ -153,3 +139,26 @@ class Replayer:
             [(prompt.counts.num_accepted, prompt.counts.num_drafts) for prompt in found.per_prompt],
             float,
         )
+
+
+def list_steps(
+    buffer: Buffer, policy: Replay, num_new: int, num_replayed: int, steps: int, seed: int
+) -> Iterator[tuple[list[Record], list[Record]]]:
+    """Yield the new and the replayed records of every step, as `Trainer.step` chooses them.
+
+    The iterator ends early if no new records are left.
+    """
+    through = 0
+    for _ in range(steps):
+        fresh = buffer.fresh(through, num_new)
+        if not fresh:
+            return
+        replayed = buffer.replay(
+            num_replayed,
+            through=through,
+            now_s=fresh[-1].record.time_s,
+            seed=seed * 1_000_003 + through,
+            policy=policy,
+        )
+        yield [one.record for one in fresh], replayed
+        through = fresh[-1].seq

@@ -64,7 +64,7 @@ def compare_versions(
         if rows[-1]["origin"] != "learned" or rows[-1]["tau"] is None:
             return found | {"minutes_to_adapt": None}
         steps = -(-rows[-1]["records"] // cfg.training.fresh_per_step)
-        through = read_provenance(registry, versions[-1])["trained_through"]
+        through = provenance["trained_through"]
         ceiling = Path(scratch)
         train_ceiling(judge.candidate, registry.path(versions[0]), buffer, through, steps, ceiling)
         gain = judge.judge_draft(ceiling / DRAFT, versions[-1], 1).overall

@@ -35,7 +35,7 @@ from benchmarks.time_to_tau.bench import (
     spell,
 )
 from benchmarks.time_to_tau.course import Course, make_settings
-from benchmarks.time_to_tau.curves import Curve, estimate
+from benchmarks.time_to_tau.curves import estimate, gain_in_tau, last_tau
 from benchmarks.time_to_tau.judge import Judge
 from benchmarks.time_to_tau.peers import PEERS
 from redraft.distill.train.run_config import require_least
@@ -246,14 +246,6 @@ def make_table(family: str, judged: Mapping[str, Sequence[Judged]]) -> list[dict
             row["gain"] = describe(estimate(gain_in_tau, own[:both], other[:both]))
         rows.append(row)
     return rows
-
-
-def last_tau(curve: Curve) -> float:
-    return float(curve.taus[-1])
-
-
-def gain_in_tau(ours: Curve, theirs: Curve) -> float:
-    return last_tau(ours) - last_tau(theirs)
 
 
 def describe_row(row: Mapping[str, Any]) -> str:

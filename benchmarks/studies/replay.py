@@ -25,9 +25,10 @@ from typing import Annotated, Any
 import numpy as np
 import tyro
 
+from benchmarks.demo.online_replay import list_steps
 from benchmarks.results import write_results
 from benchmarks.time_to_tau.bench import describe, spell
-from benchmarks.time_to_tau.curves import Curve, estimate
+from benchmarks.time_to_tau.curves import Curve, estimate, gain_in_tau, last_tau
 from redraft.distill.train.run_config import require_least
 from redraft.engine.counts import AcceptanceCounts
 from redraft.files.artifact import write_whole
@@ -82,14 +83,20 @@ class Kept:
 
     path: Path
     steps: int
+    settings: str
+    """The learner's settings."""
     seqs: Sequence[int]
 
+    @property
+    def _made_with(self) -> dict[str, Any]:
+        return {"steps": self.steps, "settings": self.settings, "seqs": list(self.seqs)}
+
     def read(self) -> Scores | None:
-        """Return the scores; None if no training run with the same steps and requests is saved."""
+        """Return the scores; None if no such training run is saved."""
         if not self.path.is_file():
             return None
         found = json.loads(self.path.read_text())
-        if (found["steps"], found["seqs"]) != (self.steps, list(self.seqs)):
+        if any(found.get(key) != value for key, value in self._made_with.items()):
             return None
         return {
             (server, request): RequestScore(
@@ -108,8 +115,7 @@ class Kept:
             ]
             for request, score in scores.items()
         ]
-        content = {"steps": self.steps, "seqs": list(self.seqs), "requests": requests}
-        write_whole(self.path, json.dumps(content))
+        write_whole(self.path, json.dumps(self._made_with | {"requests": requests}))
 
 
 def main(cfg: Config) -> None:
@@ -120,6 +126,7 @@ def main(cfg: Config) -> None:
         AlreadyOwnedError: the learner is running.
     """
     learner = load_config(cfg.folder / "learner.toml")
+    settings = repr((learner.training, learner.replay, learner.judging))
     scores: dict[Setting, list[Scores]] = {setting: [] for setting in list_settings(learner)}
     with opened(learner) as (_, registry, buffer):
         candidate = Candidate(learner.training, learner.draft.family, learner.target)
@@ -128,11 +135,11 @@ def main(cfg: Config) -> None:
         for seed in range(cfg.seeds):
             for setting, found in scores.items():
                 name = f"{setting}, seed {seed}"
-                kept = Kept(cfg.output / f"{name}.json", cfg.steps, seqs)
+                kept = Kept(cfg.output / f"{name}.json", cfg.steps, settings, seqs)
                 done = kept.read()
                 if done is None:
-                    steps = list_steps(buffer, learner, setting, cfg.steps, seed)
-                    done = train(candidate, judge, first, steps, seqs, name)
+                    steps = take_steps(buffer, learner, setting, cfg.steps, seed)
+                    done = train(candidate, judge, first, steps, seqs, seed, name)
                     kept.write(done)
                 found.append(done)
             rows = make_table(scores, own_setting(learner))
@@ -153,31 +160,23 @@ def list_settings(learner: LearnerConfig) -> list[Setting]:
     return list(dict.fromkeys([own, *others]))
 
 
-def list_steps(
+def take_steps(
     buffer: Buffer, learner: LearnerConfig, setting: Setting, steps: int, seed: int
 ) -> Iterator[list[Record]]:
-    """Yield the records of every step, as `Trainer.step` chooses them.
+    """Yield the records of every step.
 
     Raises:
         ValueError: the buffer has too few records.
     """
-    through = 0
+    taken = list_steps(buffer, learner.replay, setting.new, setting.replayed, steps, seed)
     for step in range(steps):
-        fresh = buffer.fresh(through, setting.new)
+        fresh, replayed = next(taken, ([], []))
         if len(fresh) < setting.new:
             raise ValueError(
                 f"the buffer has records for {step} steps with {setting.new} new records each: "
                 f"pass --steps {step}"
             )
-        replayed = buffer.replay(
-            setting.replayed,
-            through=through,
-            now_s=fresh[-1].record.time_s,
-            seed=seed * 1_000_003 + through,
-            policy=learner.replay,
-        )
-        yield [*(stored.record for stored in fresh), *replayed]
-        through = fresh[-1].seq
+        yield [*fresh, *replayed]
 
 
 def train(
@@ -186,12 +185,13 @@ def train(
     first: Path,
     steps: Iterator[list[Record]],
     seqs: Sequence[int],
+    seed: int,
     title: str,
 ) -> Scores:
     """Train from the first version, and return the scores on the held-out requests."""
     candidate.begin(first)
     for step, records in enumerate(Progress(steps, desc=title, unit="step")):
-        candidate.step(records, step)
+        candidate.step(records, seed * 1_000_003 + step)  # as in `Replayer.run`
     with tempfile.TemporaryDirectory() as folder:
         candidate.write(Path(folder))
         return judge.score(Path(folder) / DRAFT, seqs)
@@ -211,9 +211,9 @@ def make_table(scores: Mapping[Setting, Sequence[Scores]], own: Setting) -> list
             ours, theirs = (
                 [make_curve(one, domain) for one in runs] for runs in (found, scores[own])
             )
-            row["tau"][domain] = describe(estimate(find_tau, ours))
+            row["tau"][domain] = describe(estimate(last_tau, ours))
             if setting != own:
-                row["gain"][domain] = describe(estimate(find_gain, ours, theirs))
+                row["gain"][domain] = describe(estimate(gain_in_tau, ours, theirs))
         rows.append(row)
     return rows
 
@@ -224,14 +224,6 @@ def make_curve(scores: Scores, domain: str) -> Curve:
     counts = [[counts.num_accepted, counts.num_drafts] for counts in chosen]
     accepted_Q, drafts_Q = np.array(counts, float).T
     return Curve(np.zeros(1), np.zeros(1), accepted_Q[None], drafts_Q[None])
-
-
-def find_tau(curve: Curve) -> float:
-    return float(curve.taus[-1])
-
-
-def find_gain(ours: Curve, theirs: Curve) -> float:
-    return find_tau(ours) - find_tau(theirs)
 
 
 def describe_row(row: Mapping[str, Any]) -> str:

@@ -55,6 +55,7 @@ from benchmarks.time_to_tau.curves import (
     estimate,
     gain_at_equal_labels,
     gain_at_equal_time,
+    last_tau,
     minutes_to_reach,
     ratio,
     reaches,
@@ -318,7 +319,7 @@ def report(cfg: Config, target: str, judged: Mapping[str, Sequence[Judged]]) -> 
             "settings": judged[name][0].finished.settings,
             "runs": [describe_run(run) for run in judged[name]],
             "curve": over_minutes(curves[name], cfg.every_minutes),
-            "forecast": describe(estimate(lambda curve: float(curve.taus[-1]), curves[name])),
+            "forecast": describe(estimate(last_tau, curves[name])),
         }
         for name in curves
     }

@@ -140,3 +140,11 @@ def gain_at_equal_labels(ours: Curve, theirs: Curve) -> float:
     """Return our tau minus the peer's, after as many answer tokens as both have read."""
     label = min(ours.last_label, theirs.last_label)
     return ours.at_label(label) - theirs.at_label(label)
+
+
+def last_tau(curve: Curve) -> float:
+    return float(curve.taus[-1])
+
+
+def gain_in_tau(ours: Curve, theirs: Curve) -> float:
+    return last_tau(ours) - last_tau(theirs)

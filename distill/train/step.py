@@ -220,7 +220,7 @@ class Distillation:
         self.accelerator.gradient_accumulation_steps = accumulation
         self.accelerator.step = 0  # accelerate counts micro-batches
         self.module.zero_grad()  # accelerate's optimizers ignore `zero_grad` between micro-batches
-        if self.step_index == 0:
+        if self.step_index == self.skipped:
             # An interrupted first update may have left the optimizer state of some parameters
             # incomplete.
             for optimizer in self.optimizers:

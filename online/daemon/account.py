@@ -120,9 +120,7 @@ class Account:
             )
         )
 
-    def verdict(
-        self, verdict: Verdict, candidate: str, incumbent: str, paused_s: float | None = None
-    ) -> None:
+    def verdict(self, verdict: Verdict, candidate: str, incumbent: str, paused_s: float) -> None:
         gain = verdict.overall
         domains, contexts = (
             {

@@ -57,7 +57,7 @@ class Judge:
 
     def forget(self) -> None:
         """Forget the scores, which name tenants."""
-        self._scores.clear()
+        self._scores = {}  # A new one, because `score` may be using the old one on another thread.
 
     def judge_draft(self, draft: Path, incumbent: str, look: int) -> Verdict:
         """The gate's verdict on the draft in a folder, compared with the version `incumbent`."""
@@ -73,15 +73,16 @@ class Judge:
         Returns (newest record, one row per request). There are no rows if fewer than
         `gate.min_requests` such records exist, or if the version cannot be read.
         """
-        seqs = [seq for seq in self.select_requests() if seq > after]
-        if len(seqs) < self.cfg.gate.min_requests:
+        seqs = self.select_requests()
+        if sum(seq > after for seq in seqs) < self.cfg.gate.min_requests:
             return after, []
         folder = self.registry.path(version)
         try:
             verify(folder)
         except (OSError, ValueError):  # a damaged version is the watch's business
             return after, []
-        return max(seqs), list_rows(self.score(folder, seqs).values(), self.buffer.refresh_names())
+        scores = self.score(folder, seqs, after)
+        return max(seqs), list_rows(scores.values(), self.buffer.refresh_names())
 
     def find_loss(self, current: str, previous: str, look: int) -> tuple[bool, str]:
         """Whether the current version is proven worse than the previous one on today's traffic.
@@ -161,24 +162,31 @@ class Judge:
         seqs = self.select_requests(**limits)
         return seqs, self.score(folder, seqs)
 
-    def score(self, folder: Path, seqs: Sequence[int]) -> dict[Request, RequestScore]:
-        """Score the draft in a folder on these records, except for those scored in the previous call."""
-        judging, files = self.judging, [folder / "config.json", *weight_files(folder)]
+    def score(
+        self, folder: Path, seqs: Sequence[int], after: int = 0
+    ) -> dict[Request, RequestScore]:
+        """Return a draft's scores on the records in `seqs` with numbers above `after`.
+
+        Records that were scored in the previous call are not scored again.
+        """
+        # Both may be replaced on another thread meanwhile.
+        judging, scores = self.judging, self._scores
+        files = [folder / "config.json", *weight_files(folder)]
         name = " ".join([*map(sha256, files), repr(judging)])
-        known = self._scores.pop(name, {})
+        known = scores.pop(name, {})
         missing = [seq for seq in seqs if seq not in known]
-        known |= self._score_segments(folder, missing) if missing else {}
+        known |= self._score_segments(folder, missing, judging) if missing else {}
         # Keep only the records of this call, because others may be deleted or no longer among the
         # newest.
-        self._scores[name] = {seq: known[seq] for seq in seqs if seq in known}
-        for oldest in [*self._scores][:-KEPT_DRAFTS]:
-            del self._scores[oldest]
-        return sum_segments(self._scores[name].values())
+        kept = scores[name] = {seq: known[seq] for seq in seqs if seq in known}
+        for oldest in [*scores][:-KEPT_DRAFTS]:
+            del scores[oldest]
+        return sum_segments(segment for seq, segment in kept.items() if seq > after)
 
     def _score_segments(
-        self, folder: Path, seqs: Sequence[int]
+        self, folder: Path, seqs: Sequence[int], judging: Judging
     ) -> dict[int, tuple[Request, RequestScore]]:
-        draft = self.candidate.load(folder)
+        draft = self.candidate.load(folder).eval()
         if self.candidate.accelerator.device.type == "cpu":
             draft = draft.float()
         reads = choose_reads(self.candidate.family, draft)
@@ -187,10 +195,10 @@ class Judge:
         for stored in self.buffer.read(seqs):
             self.candidate.pause()
             scores[stored.seq] = score_segment(
-                draft.eval(),
+                draft,
                 stored.record,
-                num_speculative_tokens=self.judging.num_speculative_tokens,
-                method=self.judging.draft_sample_method,
+                num_speculative_tokens=judging.num_speculative_tokens,
+                method=judging.draft_sample_method,
                 sequence_length=self.candidate.cfg.sequence_length,
                 reads=reads,
                 needed_states=needed_states,

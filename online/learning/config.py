@@ -96,6 +96,11 @@ class Training:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"training.{name} is {getattr(self, name)}: it must be at least 1")
+        if self.max_lag_records < self.fresh_per_step:
+            raise ValueError(
+                f"training.max_lag_records is {self.max_lag_records}: it must be at least "
+                f"training.fresh_per_step, {self.fresh_per_step}"
+            )
         if not (self.lr > 0 and self.max_grad_norm > 0):
             raise ValueError(
                 f"training.lr is {self.lr}, max_grad_norm {self.max_grad_norm}: both must be "

@@ -46,21 +46,21 @@ ByContext = dict[int, AcceptanceCounts]
 
 
 def score(draft: Draft, records: Sequence[Record], **settings: Any) -> list[AcceptanceCounts]:
-    """The sums of `score_by_context`, which has the same settings."""
-    return [_sum(found) for found in score_by_context(draft, records, **settings)]
+    """Return the sum of `score_by_context` for every record."""
+    return [_sum(score_by_context(draft, record, **settings)) for record in records]
 
 
 def score_by_context(
     draft: Draft,
-    records: Sequence[Record],
+    record: Record,
     *,
     num_speculative_tokens: int,
     method: Method,
     sequence_length: int,
     reads: Reads = "nothing",
     needed_states: int = 0,
-) -> list[ByContext]:
-    """Return the expected numbers of drafts and accepted draft tokens for every record.
+) -> ByContext:
+    """Return the expected numbers of drafts and accepted draft tokens.
 
     They are the numbers that `draft` would have if it drafted for the record's request.
     `needed_states` is explained at `make_batches`.
@@ -68,15 +68,11 @@ def score_by_context(
     Raises:
         ValueError: if the draft has fewer draft steps than `num_speculative_tokens`.
     """
-    scored = []
-    for record in records:
-        by_context = {}
-        batch = _make_batch(record, sequence_length, reads, needed_states)
-        if batch is not None:
-            rows = score_rows(draft, batch, record.sampling, method, num_speculative_tokens)
-            by_context = walk_stretches(*rows, int(batch.position_ids_BT[0, 0]))
-        scored.append(by_context)
-    return scored
+    batch = _make_batch(record, sequence_length, reads, needed_states)
+    if batch is None:
+        return {}
+    rows = score_rows(draft, batch, record.sampling, method, num_speculative_tokens)
+    return walk_stretches(*rows, int(batch.position_ids_BT[0, 0]))
 
 
 def _make_batch(
@@ -137,19 +133,9 @@ class RequestScore:
     """The parts of `counts`."""
 
 
-def score_requests(
-    draft: Draft, records: Iterable[Record], **settings: Any
-) -> dict[Request, RequestScore]:
-    """Score every request, in the order of first segments; `settings` are those of `score`.
-
-    Only one record is in memory at a time, because the held-out records may not fit into memory.
-    """
-    return sum_segments(score_segment(draft, record, **settings) for record in records)
-
-
 def score_segment(draft: Draft, record: Record, **settings: Any) -> tuple[Request, RequestScore]:
     """The request of a record, and the score of this segment of it."""
-    (by_context,) = score_by_context(draft, [record], **settings)
+    by_context = score_by_context(draft, record, **settings)
     mode = name_mode(unpack_arguments(record.template_arguments))
     whole = _sum(by_context)
     scored = RequestScore(record.domain, whole, record.target, mode, record.tenant, by_context)

@@ -48,7 +48,7 @@ class Progress:
     checkpoint.
     """
     skipped: int = 0
-    """Number of records skipped because training was slower than traffic; included in `records`."""
+    """Number of records skipped because training was slower than traffic."""
     until_s: float = 0.0
     """Time of the last step. Records that arrived later have not been trained on."""
 

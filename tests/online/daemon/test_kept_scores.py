@@ -17,7 +17,7 @@ from redraft.online.daemon.judging import Judge
 from redraft.online.learning.buffer import Stored
 from redraft.online.learning.candidate import Candidate
 from redraft.online.learning.config import Judging, Training
-from redraft.online.learning.scoring import score_requests
+from redraft.online.learning.scoring import score_segment, sum_segments
 
 
 @pytest.fixture
@@ -64,13 +64,16 @@ def test_a_draft_is_scored_once_on_a_record(
     found = judge.score(heads[0], [1, 2, 3])
     assert scored == ["a", "b", "b"]
     head = find_family("eagle3").load(heads[0], lambda: judge.candidate._borrowed).float().eval()
-    whole = score_requests(
-        head,
-        [stored.record for stored in judge.buffer.read([1, 2, 3])],
-        num_speculative_tokens=3,
-        method="greedy",
-        sequence_length=judge.candidate.cfg.sequence_length,
-        reads="layers",
+    whole = sum_segments(
+        score_segment(
+            head,
+            stored.record,
+            num_speculative_tokens=3,
+            method="greedy",
+            sequence_length=judge.candidate.cfg.sequence_length,
+            reads="layers",
+        )
+        for stored in judge.buffer.read([1, 2, 3])
     )
     assert found == whole
     # As a version of the registry, with the same bytes, and with newer records.
@@ -108,3 +111,45 @@ def test_after_a_tenant_is_forgotten_nothing_is_kept(
     assert not judge._scores
     del judge.buffer.records[1]
     assert [request for _, request in judge.score(heads[0], [1, 2, 3])] == ["b"]
+
+
+def test_a_tenant_that_is_forgotten_while_records_are_scored_leaves_no_score(
+    judge: Judge, heads: list[Path], scored: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    score = judging.score_segment
+
+    def forget_meanwhile(*args: Any, **settings: Any) -> Any:
+        judge.forget()
+        return score(*args, **settings)
+
+    monkeypatch.setattr(judging, "score_segment", forget_meanwhile)
+    judge.score(heads[0], [1])
+    assert not judge._scores
+
+
+def test_scores_are_kept_for_the_settings_with_which_they_were_made(
+    judge: Judge, heads: list[Path], scored: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    score, used = judging.score_segment, list[int]()
+
+    def change_meanwhile(*args: Any, **settings: Any) -> Any:
+        judge.judging = replace(judge.judging, num_speculative_tokens=2)
+        used.append(settings["num_speculative_tokens"])
+        return score(*args, **settings)
+
+    monkeypatch.setattr(judging, "score_segment", change_meanwhile)
+    judge.score(heads[0], [1, 2])
+    assert used == [3, 3]
+    judge.score(heads[0], [1, 2])
+    assert used == [3, 3, 2, 2]
+
+
+def test_scores_of_newer_records_leave_those_of_earlier_ones_kept(
+    judge: Judge, heads: list[Path], scored: list[str]
+) -> None:
+    judge.score(heads[0], [1, 2, 3])
+    newer = judge.score(heads[0], [1, 2, 3, 4], after=3)
+    assert [request for _, request in newer] == ["d"]
+    scored.clear()
+    judge.score(heads[0], [1, 2, 3, 4])
+    assert scored == []

@@ -31,8 +31,9 @@ from redraft.online.learning.replay import make_batches, select_texts, training_
 from redraft.online.learning.scoring import (
     RequestScore,
     score,
-    score_requests,
     score_rows,
+    score_segment,
+    sum_segments,
     walk_stretches,
 )
 from redraft.online.records.record import (
@@ -250,8 +251,9 @@ def test_the_target_itself_is_always_accepted_and_segments_of_a_request_are_adde
         num_drafts=scored[0].num_drafts + scored[1].num_drafts,
         num_accepted=scored[0].num_accepted + scored[1].num_accepted,
     )
-    found = score_requests(
-        target, iter(records), num_speculative_tokens=3, method="greedy", sequence_length=64
+    found = sum_segments(
+        score_segment(target, one, num_speculative_tokens=3, method="greedy", sequence_length=64)
+        for one in records
     )
     (one,) = found.values()
     assert found == {
@@ -299,6 +301,7 @@ def test_every_printed_setting_is_explained():
         ("training.lrr=1", r"\btraining\.lrr\b.*\btraining\.lr\b"),
         ("training.lr='high'", r"`float`.*`str`.*`\$\.training\.lr`"),
         ("training.fresh_per_step=0", r"training\.fresh_per_step\b.*\b0\b.*\b1\b"),
+        ("training.max_lag_records=3", r"max_lag_records is 3\b.*fresh_per_step, 4"),
         ("training.max_grad_norm=0", r"training\.lr\b.*\bmax_grad_norm 0\b"),
         ("gate.confidence=2", r"confidence.*\b0\.5\b.*\b1\b"),
         ("registry=3", r"path.*quotes.*`\$\.registry`"),

@@ -93,3 +93,17 @@ def test_a_row_that_does_not_fit_ends_with_the_setting_to_change(begin, records)
     with pytest.raises(ValueError, match=r"1 x 64 tokens .* lower training\.sequence_length"):
         candidate.step(records, 0)
     candidate.distillation.close()
+
+
+def test_a_state_that_an_interrupted_first_update_left_is_dropped_after_a_skipped_step(
+    begin, records
+) -> None:
+    candidate = begin(1)
+    distillation = candidate.distillation
+    distillation.step_index = distillation.skipped = 1  # no update was taken yet
+    parameter = distillation.optimizers[0].param_groups[0]["params"][0]
+    distillation.optimizers[0].state[parameter] = {"step": torch.zeros([])}
+    distillation.divide(2)
+    assert not distillation.optimizers[0].state
+    assert candidate.step(records, 0).skipped is False
+    candidate.distillation.close()
