@@ -200,9 +200,9 @@ def read_message(raw: Any, unread: set[str] | None = None) -> Message:
     speaker = ROLES.get(role, role)
     if speaker not in SPEAKERS:
         raise UnusableRowError("with an unknown speaker", repr(role))
-    content = _content(raw)
     if speaker == "assistant" and raw.get("recipient") not in (None, *EVERYONE):
-        return _read_harmony_call(raw, unread)
+        raw = _as_call(raw)
+    content = _content(raw)
     message: Message = {"role": speaker, "content": read_text(content)}
     if isinstance(content, list) and len(texts := _texts(content)) > 1:
         message["parts"] = texts
@@ -210,10 +210,10 @@ def read_message(raw: Any, unread: set[str] | None = None) -> Message:
     if speaker == "assistant":
         known += [REASONING_FIELDS, CALL_KEYS]
         _add_reasoning_and_calls(message, raw, content, unread)
-        known += [["channel"], ["recipient"]]
-        if raw.get("channel") == "analysis" and "reasoning" not in message:
-            message = {"role": speaker, "content": "", "reasoning": message["content"]}
-        known += [[key] for key in (*FINISHES, *VERDICTS)]
+        if raw.get("channel") == "analysis" and message["content"] and "reasoning" not in message:
+            message["reasoning"], message["content"] = message["content"], ""
+            message.pop("parts", None)
+        known += [[key] for key in ("channel", "recipient", *FINISHES, *VERDICTS)]
         if any(raw.get(key) in (0, False) for key in VERDICTS if raw.get(key) is not None):
             message["unlearned"] = True
         if any(is_cut_reason(raw.get(key)) for key in FINISHES):
@@ -230,12 +230,12 @@ def read_message(raw: Any, unread: set[str] | None = None) -> Message:
     return message
 
 
-def _read_harmony_call(raw: Mapping[str, Any], unread: set[str]) -> Message:
-    """Read a message to a function, which is how gpt-oss writes a call."""
+def _as_call(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message to a function, which is how gpt-oss writes a call, as the chat API's."""
     name = str(raw["recipient"]).removeprefix("functions.")
     call = {"name": name, "arguments": read_text(_content(raw))}
-    unread |= _unknown(raw, ROLE_KEYS, TEXT_KEYS, ["channel"], ["recipient"], ["content_type"])
-    return {"role": "assistant", "content": "", "tool_calls": read_calls(call, unread)}
+    rest = {key: value for key, value in raw.items() if key not in (*TEXT_KEYS, "content_type")}
+    return {**rest, "content": "", "tool_calls": call}
 
 
 def join_turns(messages: Iterable[Message]) -> list[Message]:

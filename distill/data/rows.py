@@ -235,7 +235,7 @@ def _find_compression(path: Path, start: bytes) -> str:
     The content decides: a browser unpacks a .gz file and keeps its name.
     """
     packed = (suffix for suffix, magic in COMPRESSIONS.items() if start.startswith(magic))
-    is_plain_json = start[:1] in (b"{", b"[")
+    is_plain_json = start.removeprefix(codecs.BOM_UTF8).lstrip()[:1] in (b"{", b"[")
     suffix = path.suffix.lower()
     return next(packed, suffix if suffix in COMPRESSIONS and not is_plain_json else "")
 

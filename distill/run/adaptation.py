@@ -136,7 +136,9 @@ def _choose(run: Run, forecasts: Mapping[Start, Forecast | None]) -> Start:
         name: forecast.overall.tau for name, forecast in forecasts.items() if forecast is not None
     }
     best: str = max(taus, key=lambda name: taus[name])
-    kept = compute_once(run.folder.folder, "start", [sorted(taus), run.inputs], str, lambda: best)
+    kept = compute_once(
+        run.folder.folder, "start", [sorted(taus), run.folder.inputs], str, lambda: best
+    )
     chosen: Start = "old" if kept == "old" else "new"
     print(
         "; ".join(f"the {name} draft starts with tau {tau:.2f}" for name, tau in taus.items()),

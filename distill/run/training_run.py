@@ -147,7 +147,7 @@ class Run:
         self.target = LoadedTarget(files=files, model=model, rewritten=rewritten)
         self.data = load_data(cfg.data, files, cfg.loop, self.folder, is_head=family.is_head)
         source = cfg.start_from if isinstance(cfg, HeadConfig) else Path(str(cfg.draft))
-        self.inputs = self.folder.confirm(
+        self.folder.confirm(
             lambda: {
                 "target": files.fingerprint,
                 "data": self.data.hash,

@@ -1,6 +1,7 @@
 """A client for one OpenAI-compatible server, with limited concurrency and retries."""
 
 import asyncio
+import re
 from types import TracebackType
 from typing import Any, Self
 
@@ -172,7 +173,8 @@ def _read_address(url: str) -> httpx.URL:
         address = httpx.URL("")
     is_port = (address.port or 0) < 1 << 16
     if address.scheme not in ("http", "https") or not address.host or not is_port:
-        raise ValueError(f"{url!r} is not the address of a server: give it as http://HOST:PORT")
+        shown = re.sub("//[^/]*@", "//", url)  # without a password
+        raise ValueError(f"{shown!r} is not the address of a server: give it as http://HOST:PORT")
     return address
 
 

@@ -357,14 +357,13 @@ class _Regeneration:
 
     async def _post(self, path: str, **body: Any) -> dict[str, Any]:
         """Return the reply, with token ids if the server can return them."""
-        if not self.returns_ids:
-            return await self.endpoint.post(path, **body)
-        try:
-            return await self.endpoint.post(path, return_token_ids=True, **body)
-        except RequestRefusedError as error:
-            # Not every gateway names the parameter that it refuses.
-            if error.status not in (400, 422) and "return_token_ids" not in error.reason:
-                raise
+        if self.returns_ids:
+            try:
+                return await self.endpoint.post(path, return_token_ids=True, **body)
+            except RequestRefusedError as error:
+                # Not every gateway names the parameter that it refuses.
+                if error.status not in (400, 422) and "return_token_ids" not in error.reason:
+                    raise
         reply = await self.endpoint.post(path, **body)
         self.returns_ids = False
         return reply

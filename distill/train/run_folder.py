@@ -263,7 +263,7 @@ class RunFolder:
                 "with this --output"
             )
 
-    def confirm(self, hash_inputs: Callable[[], dict[str, str]]) -> dict[str, str]:
+    def confirm(self, hash_inputs: Callable[[], dict[str, str]]) -> None:
         """Record the hashes of the run's inputs, which only the main process computes.
 
         All ranks must call this.
@@ -273,7 +273,7 @@ class RunFolder:
         """
 
         def record() -> dict[str, str]:
-            self.inputs = inputs = hash_inputs()
+            inputs = hash_inputs()
             if self._replaces:
                 return inputs
             about = json.loads((self.folder / RUN).read_text())
@@ -287,7 +287,6 @@ class RunFolder:
             return inputs
 
         self.inputs = self.on_main(record)
-        return self.inputs
 
     def log(self, step: int, **values: float | int | bool | list[float]) -> None:
         entry = {"step": step, **values}

@@ -30,6 +30,7 @@ from redraft.engine.hardware import Machine, launch_machine
 from redraft.engine.head_size import require_draft_heads
 from redraft.files.checkpoint import load_text_config
 from redraft.files.folder import read_config
+from redraft.files.printable import shorten
 from redraft.files.served_target import visible_length
 from redraft.heads.catalog import find_family, list_learning
 from redraft.heads.draft import Batch, Draft, TargetSignal
@@ -216,7 +217,7 @@ class Candidate:
                     [to_device(batch, self.accelerator.device) for batch in batches]
                 )
             except torch.OutOfMemoryError as error:
-                full = ". ".join(str(error).split(". ")[:2])
+                full = shorten(str(error))
             # This is outside the handler, because the error's traceback keeps the step's tensors.
             rows, width = batches[0].input_ids_BT.shape
             self._divide(rows, width, full)

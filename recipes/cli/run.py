@@ -25,7 +25,7 @@ from typing import Any
 
 from redraft.engine.proxies import reach_loopback
 from redraft.files.artifact import is_full
-from redraft.files.printable import printable
+from redraft.files.printable import printable, shorten
 from redraft.recipes.cli.commands import COMMANDS, Command, Group
 
 TRACEBACK_VARIABLE = "REDRAFT_TRACEBACK"
@@ -280,7 +280,7 @@ def describe_error(error: BaseException) -> str | None:
         return " ".join(str(error).split()) or type(error).__name__
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
-        reason = ". ".join(str(error).split(". ")[:2])
+        reason = shorten(str(error))
         return (
             f"{reason}. Use smaller batches (for a training run, a smaller --loop.batch-size with a "
             "larger --optim.accumulation), or a GPU with more memory: `redraft plan` counts what a "

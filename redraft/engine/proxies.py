@@ -66,7 +66,7 @@ def load_certificates(url: str) -> ssl.SSLContext | bool:
     """
     import httpx  # takes a tenth of a second: not for --help
 
-    if not url.startswith("https:"):
+    if urlsplit(url).scheme != "https":
         return False
     try:
         return httpx.create_ssl_context()

@@ -174,14 +174,16 @@ def _ask_vllm(server: RunningServer, prompt: list[int], max_tokens: int) -> Coun
 
 def _read(server: RunningServer, answer: Any, *path: str | int) -> Any:
     """Return a part of an answer that the engine sends, but a gateway in front of it may drop."""
-    for key in path:
-        try:
+    try:
+        for key in path:
             answer = answer[key]
-        except (LookupError, TypeError):
-            raise ValueError(
-                f"{server.url} sends no `{path[-1]}`: give the address of the engine itself, "
-                f"not of a gateway in front of it"
-            ) from None
+    except (LookupError, TypeError):
+        answer = None
+    if answer is None:
+        raise ValueError(
+            f"{server.url} sends no `{path[-1]}`: give the address of the engine itself, "
+            f"not of a gateway in front of it"
+        )
     return answer
 
 

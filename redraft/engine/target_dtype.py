@@ -29,8 +29,7 @@ def open_target(
     """
     target = TargetFolder.open(name_or_path)
     if dtype is None and on_cpu:
-        machine = machine or this_machine()
-        dtype = target.choose_cpu_dtype(has_bfloat16=machine.cpu_has_bfloat16)
+        dtype = target.choose_cpu_dtype(lambda: (machine or this_machine()).cpu_has_bfloat16)
     return target.in_dtype(dtype)
 
 
@@ -42,7 +41,6 @@ def default_target_dtype(
         return None
     try:
         opened = target if isinstance(target, TargetFolder) else TargetFolder.open(target)
-        machine = machine or this_machine()
-        return opened.choose_cpu_dtype(has_bfloat16=machine.cpu_has_bfloat16)
+        return opened.choose_cpu_dtype(lambda: (machine or this_machine()).cpu_has_bfloat16)
     except (OSError, ValueError):  # loading reports it
         return "float32"

@@ -1,4 +1,9 @@
-"""Escape text from other sources before it reaches a terminal, a log or a page."""
+"""Shorten and escape text from other sources before it reaches a terminal, a log or a page."""
+
+
+def shorten(words: str, sentences: int = 2) -> str:
+    """Return the first sentences, e.g. of an error with advice for programmers."""
+    return ". ".join(words.split(". ")[:sentences])
 
 
 def printable(words: str) -> str:

@@ -7,6 +7,7 @@ This module does not import torch, because files that need transformers are read
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -127,14 +128,14 @@ class TargetFolder:
         """
         return read_quantization(self.folder)
 
-    def choose_cpu_dtype(self, *, has_bfloat16: bool) -> TargetDtype | None:
+    def choose_cpu_dtype(self, has_bfloat16: Callable[[], bool]) -> TargetDtype | None:
         """Return the default dtype on a CPU (`engine.target_dtype`); None for the stored dtype.
 
         `has_bfloat16` says whether the CPU has bfloat16 instructions.
         """
         if self.quantization:
             return None
-        return "bfloat16" if has_bfloat16 and read_dtype(self.folder) == "bfloat16" else "float32"
+        return "bfloat16" if read_dtype(self.folder) == "bfloat16" and has_bfloat16() else "float32"
 
     @cached_property
     def fingerprint(self) -> str:

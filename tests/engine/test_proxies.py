@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,13 @@ import pytest
 from teachers import Teacher, teaching
 
 from redraft.distill.signal.endpoint import Endpoint
-from redraft.engine.proxies import describe_proxy, is_local, is_local_url, reach_loopback
+from redraft.engine.proxies import (
+    describe_proxy,
+    is_local,
+    is_local_url,
+    load_certificates,
+    reach_loopback,
+)
 from redraft.engine.server import wait_until_healthy
 
 DEAD = "http://user:secret@127.0.0.1:9"
@@ -82,3 +89,15 @@ def test_addresses_of_this_machine_are_recognised() -> None:
     assert not any(map(is_local, ("", "10.0.0.1", "localhost.example")))
     assert is_local_url("http://[::1]:8000/v1")
     assert not is_local_url("http://[::1:8000")
+
+
+@pytest.mark.parametrize("scheme", ["https", "HTTPS"])
+def test_a_certificate_is_verified_in_any_spelling_of_the_scheme(scheme: str) -> None:
+    assert isinstance(load_certificates(f"{scheme}://teacher.invalid"), ssl.SSLContext)
+    assert load_certificates("http://teacher.invalid") is False
+
+
+def test_no_password_is_shown_of_an_address_that_is_refused() -> None:
+    with pytest.raises(ValueError, match="address of a server") as error:
+        Endpoint("http://user:secret@teacher.invalid:99999")
+    assert "secret" not in str(error.value)

@@ -16,7 +16,9 @@ from redraft.engine.running_server import find_server
 
 
 @contextmanager
-def fake_vllm(others: int = 0, late: int = 0, dropped: str = "") -> Iterator[str]:
+def fake_vllm(
+    others: int = 0, late: int = 0, dropped: str = "", emptied: str = ""
+) -> Iterator[str]:
     """vLLM's routes: an answer of 6 tokens in 3 drafts of 2 tokens, of which 3 are accepted.
 
     `others` are drafts of other clients meanwhile, and /metrics is `late` by so many readings. A
@@ -51,6 +53,7 @@ def fake_vllm(others: int = 0, late: int = 0, dropped: str = "") -> Iterator[str
             assert asked["prompt"] == [1, 2]
             waiting[0] = 1 + late
             choice = {"text": "x", "token_ids": [5] * asked["max_tokens"]}
+            choice |= {emptied: None} if emptied else {}
             content = {"choices": [{key: choice[key] for key in choice if key != dropped}]}
             self.send(200, json.dumps(content).encode())
 
@@ -83,9 +86,10 @@ def test_another_client_of_a_vllm_is_told() -> None:
         find_server(url).answer([1, 2], 6)
 
 
-def test_a_gateway_that_drops_the_ids_is_told() -> None:
+@pytest.mark.parametrize("how", ["dropped", "emptied"])
+def test_a_gateway_that_drops_the_ids_is_told(how: str) -> None:
     with (
-        fake_vllm(dropped="token_ids") as url,
+        fake_vllm(**{how: "token_ids"}) as url,
         pytest.raises(ValueError, match=f"{url} sends no `token_ids`.*gateway"),
     ):
         find_server(url).answer([1, 2], 6)

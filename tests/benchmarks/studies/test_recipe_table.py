@@ -42,7 +42,10 @@ def test_a_row_has_the_gain_over_the_default_paired_by_question_and_seed() -> No
     assert default["tau"]["value"] == pytest.approx(1.46)
     # Questions and seeds differ alike on both sides.
     assert row["gain"] == pytest.approx({"value": 0.1, "low": 0.1, "high": 0.1})
-    assert row["flags"][:2] == ("--head.num-steps", "3")
+    assert row["flags"] == (
+        *("--head.num-steps", "3"),
+        *("--prove.num-speculative-tokens", "1"),
+    )
     assert row["labels"] == [500, 500, 500]
 
 

@@ -65,6 +65,7 @@ def test_the_content_says_whether_a_file_is_compressed(tmp_path: Path) -> None:
     for name, content in (
         ("unpacked.jsonl.gz", LINES.encode()),
         ("unpacked.json.zst", json.dumps(ROWS).encode()),
+        ("marked.jsonl.gz", f"{MARK}\n{LINES}".encode()),
         ("packed.jsonl", gzip.compress(LINES.encode())),
         ("packed.json", zstandard.compress(json.dumps(ROWS).encode())),
         ("other.jsonl.gz", zstandard.compress(LINES.encode())),
@@ -153,3 +154,22 @@ def test_the_channels_of_gpt_oss_are_a_thought_a_call_and_an_answer(tmp_path: Pa
     assert (called["content"], called["reasoning"]) == ("", "I add.")
     assert called["tool_calls"] == [{"type": "function", "function": function}]
     assert answer == {"role": "assistant", "content": "It is 2.", "reasoning": "So 2."}
+
+
+def test_a_call_of_gpt_oss_keeps_its_weight_and_reason_and_a_thought_its_calls(
+    tmp_path: Path,
+) -> None:
+    call = {"recipient": "functions.add", "content": "{}", "weight": 0, "finish_reason": "length"}
+    listed = [{"type": "function", "function": {"name": "add", "arguments": {}}}]
+    messages = [
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "channel": "commentary", **call},
+        {"role": "user", "content": "Again."},
+        {"role": "assistant", "channel": "analysis", "content": "I add.", "tool_calls": listed},
+    ]
+    source = write(tmp_path / "a.jsonl", json.dumps({"messages": messages}).encode())
+    ((_, unlearned, _, called),) = (c["messages"] for c in load_conversations(source))
+    assert unlearned["tool_calls"][0]["function"]["name"] == "add"
+    assert (unlearned["unlearned"], unlearned["cut"]) == (True, True)
+    assert (called["reasoning"], called["content"]) == ("I add.", "")
+    assert called["tool_calls"] == listed

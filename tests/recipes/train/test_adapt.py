@@ -295,7 +295,7 @@ def test_a_draft_fits_the_lineage_of_its_target(
 def test_the_start_is_chosen_again_for_another_target(tmp_path: Path) -> None:
     def choose(target: str, **taus: float) -> str:
         run: Any = SimpleNamespace(
-            folder=SimpleNamespace(folder=tmp_path), inputs={"target": target}
+            folder=SimpleNamespace(folder=tmp_path, inputs={"target": target})
         )
         forecasts: Any = {
             name: SimpleNamespace(overall=SimpleNamespace(tau=tau)) for name, tau in taus.items()
