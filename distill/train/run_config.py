@@ -94,7 +94,7 @@ class Data:
 
     def __post_init__(self) -> None:
         if not 0 < self.held_out < 1:
-            raise ValueError(f"--data.held-out is {self.held_out}: it must be between 0 and 1")
+            raise ValueError(f"--data.held-out is {self.held_out}: it must be above 0 and below 1")
         if self.date is not None:
             choose_day(self.date, "--data.date")
         require_least(self, "data.", num_prompts=1)
@@ -254,8 +254,8 @@ class Prove:
     """Evaluation of the trained draft: a forecast, then a real vLLM with and without it."""
 
     engine: bool = True
-    """Serve the target in vLLM with and without the draft after training, and compare the answers.
-    With --prove.no-engine, the report contains only the forecast. `redraft bench` measures speed.
+    """Compare vLLM's answers with and without the draft after training. With --prove.no-engine, the
+    report contains only the forecast. `redraft bench` measures speed.
     """
     num_speculative_tokens: int = NUM_TOKENS
     """Number of draft tokens per step in held-out metrics, forecast and engine. A head cannot draft

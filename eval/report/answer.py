@@ -60,16 +60,20 @@ def _compare_with_next(
     temperature: float,
     k: int,
 ) -> str:
-    numbers = f"{taus[best]:.2f} against {taus[second]:.2f} over all domains"
+    theirs, ours = (f"{taus[name]:.2f}" for name in (second, best))
+    numbers = f"with {theirs} against {ours} over all domains"
     lead = compare_taus(measured, best, second, temperature, k)
     if lead is None:
-        return f"Second is {second}: {numbers}."
+        return f"Second is {second}, {numbers}."
     value, low, high = lead
     interval = f"difference {value:+.2f}, 95% interval {low:+.2f} to {high:+.2f}"
     # `best` has the higher tau, so its lead is proven if even the lower end is positive.
     if low > 0:
-        return f"Second is {second}: {numbers} ({interval})."
-    return f"The difference from {second} is within the interval: {numbers} ({interval})."
+        return f"Second is {second}, {numbers} ({interval})."
+    return (
+        f"The difference from {second} is within the interval: {ours} against {theirs} over all "
+        f"domains ({interval})."
+    )
 
 
 def _at_other_temperatures(

@@ -79,7 +79,9 @@ def describe_dataclass(
                 hint = Annotated[hint, tyro.conf.Suppress]
         text = docs.get(field.name)
         if common is not None and text is not None:
-            text = text.partition(". ")[0].rstrip(".") + "."  # `--help-all` prints all of it
+            first, *others = text.split(". ")  # `--help-all` prints all of it
+            text = ". ".join([first, *(one for one in others if one.startswith("Default: "))])
+            text = text.rstrip(".") + "."
         if default is True and text is not None:  # help prints --no-FLAG
             text = f"Do not {text[0].lower()}{text[1:]}"
         if (note := _describe_default(hint, default, text or "")) is not None:

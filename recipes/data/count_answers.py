@@ -24,8 +24,8 @@ class CountConfig:
     target: str
     """Folder or hub name of the served model, whose tokenizer and chat template are used."""
     data: str
-    """Conversations with answers of the target: a hub name, a .jsonl, .json or .parquet file (also
-    .gz or .zst), or a folder.
+    """Conversations with answers of the target: a hub name, a .jsonl, .json or .parquet file (the
+    first two also as .gz or .zst), or a folder.
     """
     output: Path = Path("outputs/retrieval")
     """Output folder of the draft."""

@@ -192,7 +192,7 @@ def describe_training(
     for loss in stats.losses():
         yield f"  {loss}"
     for reason, question in stats.examples.items():
-        yield f"  refused {reason}, e.g. the answer to {printable(question)!r}"
+        yield f"  not learned: an answer {reason}, e.g. the answer to {printable(question)!r}"
     if num_cut := sum(map(has_cut_answer, train)):
         yield f"  {num_cut:,} conversations with an answer that the server cut"
 

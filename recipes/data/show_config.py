@@ -20,8 +20,8 @@ from redraft.distill.train.run_config import require_least
 @dataclass(frozen=True, kw_only=True)
 class ShowConfig:
     source: Annotated[str, tyro.conf.Positional]
-    """Conversations: a hub name, a .jsonl, .json or .parquet file (also .gz or .zst), a folder, or
-    `stdlib`.
+    """Conversations: a hub name, a .jsonl, .json or .parquet file (the first two also as .gz or
+    .zst), a folder, or `stdlib`.
     """
     target: str
     """Folder or hub name of the served model, whose tokenizer and chat template are used."""
@@ -56,5 +56,5 @@ class ShowConfig:
 
     def __post_init__(self) -> None:
         if not 0 < self.held_out < 1:
-            raise ValueError(f"--held-out is {self.held_out}: it must be between 0 and 1")
+            raise ValueError(f"--held-out is {self.held_out}: it must be above 0 and below 1")
         require_least(self, sequence_length=2, num_samples=0, sample_tokens=1)

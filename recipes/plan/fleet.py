@@ -23,7 +23,7 @@ class FleetPlanConfig:
     tokens_per_s: float = 1000
     """Output tokens per second of the whole fleet."""
     fraction: float = 1.0
-    """Fraction of the requests to capture, from 0 to 1: the servers' --capture.fraction."""
+    """Fraction of the requests to capture, above 0 and at most 1: the servers' --capture.fraction."""
     target: str = "llama-3.1-8b"
     """Target whose sizes are used, named as for `redraft plan`."""
     draft: str = "llama-3.2-1b"

@@ -78,7 +78,7 @@ LEAST_FREE_BYTES = 4 << 30  # for the spool (1 GiB), the buffer and versions of 
 # Number of ids that a new head proposes, because its output matrix takes the most time on a CPU.
 # For a target with 150,000 ids, this matrix would otherwise be larger than the remaining head.
 MOST_IDS = 16384 if ENGINE_IS_CPU else 32000
-SHARED_GPU = 0.75  # of a GPU shared with the learner; vLLM's default is 0.92
+SHARED = 0.75  # of the memory that the server shares with the learner; vLLM's default is 0.92
 NICENESS = 19  # for a learner on the server's cores; the server has 0, and 19 is Linux's maximum
 MICRO_BATCHES = 4  # per step on a shared device: the learner can pause between them
 HELD_OUT = 64  # per domain; on a CPU, scoring two drafts on 64 requests takes as long as 5 steps
@@ -427,17 +427,19 @@ def write_new_head(target: Path, folder: Path, num_tokens: int, most_ids: int = 
 def place_learner(gpus: Sequence[str], flags: Mapping[str, str]) -> Place:
     """Choose a GPU that vLLM leaves free, otherwise a share of the last GPU, otherwise the CPU."""
     pauses = "and pauses while requests run"
+    is_given = "gpu_memory_utilization" in flags  # vLLM's name for the share of a CPU's memory too
+    arguments = () if is_given else ("--gpu-memory-utilization", str(SHARED))
     if not gpus:
-        return Place(line=f"the learner trains on the CPU, {pauses}")
+        return Place(line=f"the learner trains on the CPU, {pauses}", vllm_args=arguments)
     gpu = gpus[-1]
     if int(flags.get("tensor_parallel_size") or 1) < len(gpus):
         return Place(line=f"the learner uses GPU {gpu}", gpu=gpu, shares=False)
-    shares = f"the learner shares GPU {gpu} {pauses}"
-    if "gpu_memory_utilization" in flags:
-        line = f"{shares}: your --gpu-memory-utilization must leave memory for it"
-        return Place(line=line, gpu=gpu)
-    arguments = ("--gpu-memory-utilization", str(SHARED_GPU))
-    line = f"{shares}: vLLM uses {SHARED_GPU:.0%} of its memory"
+    memory = (
+        "your --gpu-memory-utilization must leave memory for it"
+        if is_given
+        else f"vLLM uses {SHARED:.0%} of its memory"
+    )
+    line = f"the learner shares GPU {gpu} {pauses}: {memory}"
     return Place(line=line, gpu=gpu, vllm_args=arguments)
 
 

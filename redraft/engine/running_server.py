@@ -160,7 +160,10 @@ def _ask_vllm(server: RunningServer, prompt: list[int], max_tokens: int) -> Coun
         if now is not None and emitted >= len(token_ids):
             break
         if time.monotonic() > deadline:
-            raise ValueError(f"the counters of {server.url} do not include its drafts")
+            raise ValueError(
+                f"{server.url} answered in steps without a draft, or its counters are off: serve the "
+                "head alone, with --pace off"
+            )
         time.sleep(0.05)
     # The last block may extend beyond the end of the answer, by at most its own length.
     if emitted > len(token_ids) + now.num_draft_tokens / max(now.num_drafts, 1):

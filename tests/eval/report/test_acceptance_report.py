@@ -221,7 +221,7 @@ def test_the_report_begins_with_the_answer() -> None:
         r"tokens, temperature 0\)\.",
         answer[0],
     )
-    assert answer[1].startswith("Second is other: ")
+    assert answer[1].startswith("Second is other, with 1.74 against 2.34 over all domains")
     assert re.search(r"are \d\.\d\d at temperature 1\.$", answer[2])
     assert answer[3].startswith("A real vLLM agrees: the forecast was ")
 

@@ -603,7 +603,8 @@ def test_a_log_that_cannot_be_copied_or_read_ends_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("gpus", "flags", "gpu", "arguments"),
     [
-        ([], {}, "", ()),
+        ([], {}, "", ("--gpu-memory-utilization", "0.75")),
+        ([], {"gpu_memory_utilization": "0.6"}, "", ()),
         (["0"], {}, "0", ("--gpu-memory-utilization", "0.75")),
         (["0"], {"gpu_memory_utilization": "0.6"}, "0", ()),
         (["0", "1"], {}, "1", ()),
@@ -616,7 +617,7 @@ def test_the_learner_takes_a_spare_gpu_or_a_share_of_the_last(gpus, flags, gpu, 
     place = up.place_learner(gpus, flags)
     assert (place.gpu, place.vllm_args) == (gpu, arguments)
     assert gpu in place.line
-    assert ("75%" in place.line) == bool(arguments)
+    assert ("75%" in place.line) == bool(arguments and gpus)
     assert place.shares == ("pauses while requests run" in place.line)
     assert place.shares == (int(flags.get("tensor_parallel_size") or 1) >= len(gpus))
 
@@ -638,7 +639,7 @@ def test_a_learner_on_the_servers_device_leaves_it_time(target, tmp_path):
         assert cfg.judging.held_out_per_domain > 2 * cfg.gate.min_domain_requests
         _, given = split_at(up.serve_command(placed, learns=True), "--")
         assert ("--enable-server-load-tracking" in given) == shares
-        assert ("--gpu-memory-utilization" in given) == (gpus == ["0"])
+        assert ("--gpu-memory-utilization" in given) == shares
         joined = replace(placed, cfg=replace(plan.cfg, join=True))
         assert "--gpu-memory-utilization" not in up.serve_command(joined, learns=True)
 

@@ -308,7 +308,8 @@ def test_every_kind_of_turn_is_shown_and_all_counts_are_written(
     assert re.search(r"ends of turns: <\|end\|> \(id 2\) \d+, none, as cut \d", out)
     assert "template arguments: none" in out
     assert (
-        "refused with tool calls that the chat template leaves out, e.g. the answer to 'call" in out
+        "not learned: an answer with tool calls that the chat template leaves out, e.g. the answer to 'call"
+        in out
     )
     written = json.loads(report.read_text())
     assert written["columns"]["unread"] == {"id": 40}
