@@ -1,4 +1,4 @@
-"""What a head must reach: by hand, by trial, and as the page has it."""
+"""The tau that a head needs: computed by hand, by trial, and as the page states it."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_the_number_of_tokens_that_needs_the_lowest_acceptance_is_that_of_the_pa
         easiest.append(min(needed, key=needed.__getitem__))
     assert easiest == [2, 3, 3]
     assert (
-        "two draft tokens with EAGLE-3, with three in one pass, and for 8B with three"
+        "two draft tokens for EAGLE-3, and with three for one pass. For 8B, it is lowest with three"
         in " ".join(PAGE.read_text().split())
     )
 
