@@ -47,7 +47,7 @@ CASES: Mapping[str, tuple[Load, Load]] = {
     "twice_as_busy": (lambda poll: 80, lambda poll: 40),
     "risen": (lambda poll: 16 if poll <= 16 else 80, lambda poll: 16 if poll < 16 else 80),
 }
-"""Loads of the canary and of the control group, by name."""
+"""Loads of the canary and the control group, by name."""
 
 
 def price_rows() -> Array:
@@ -84,8 +84,8 @@ class Server:
         new_N = self._left_N <= 0
         self._base_N[new_N] = rng.normal(0.35, 0.9, int(new_N.sum()))
         self._left_N[new_N] = rng.integers(14, 42, int(new_N.sum()))
-        # 1. Draw the chances of acceptance and vLLM's estimates of them, which are informative but
-        # not exact.
+        # 1. Draw the acceptance probabilities, and vLLM's informative but inexact estimates of
+        # them.
         places_K = np.arange(NUM_TOKENS)
         odds_NK = self._base_N[:n, None] + self.loss + rng.normal(0, 1.2, (n, NUM_TOKENS))
         odds_NK -= 0.08 * places_K
@@ -140,7 +140,7 @@ def watch(server: Server, load: Load) -> Window:
 
 
 def judge(canary: Mapping[str, Array], control: Mapping[str, Array]) -> Finding:
-    """Return the first finding of a series of looks, as in a rollout."""
+    """Judge after each doubling of the polls, as a rollout does, until a finding is conclusive."""
     policy, finding, end = RolloutPolicy(), Finding.INCONCLUSIVE, MIN_POLLS
     while finding is Finding.INCONCLUSIVE and end <= POLLS:
         seen = [{load: one[:end] for load, one in group.items()} for group in (canary, control)]
@@ -161,7 +161,7 @@ def count_alarms(verified: list[AcceptanceCounts]) -> tuple[int, int]:
 
 
 def simulate_adaptive(trials: int, seed: int = 0) -> dict[str, Any]:
-    """Return the rates of wrong and of right decisions by load, the worst first.
+    """Return the rates of wrong and right decisions by load, worst first.
 
     `by_tau` is the share of equal drafts that would be rolled back if the same counts were judged
     without the load.

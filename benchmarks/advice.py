@@ -81,7 +81,7 @@ def main(cfg: Config) -> None:
 
 
 def train_draft(cfg: Config) -> str:
-    """Train a draft made of two of the target's layers for 60 steps, and return its folder.
+    """Train a draft from two target layers for 60 steps, and return its folder.
 
     Raises:
         ValueError: the training run failed; its reason was printed before.
@@ -97,7 +97,7 @@ def train_draft(cfg: Config) -> str:
 
 def measure(cfg: Config, config: dict[str, Any]) -> Results:
     """Measure one server without a draft and one per number of draft tokens, all at once."""
-    # Each load takes seconds, so that a disturbance of some tenths of a second matters little.
+    # Each load takes seconds, so a disturbance of a few tenths of a second matters little.
     plan = Plan(
         rounds=cfg.rounds,
         prompts={load: 8 + 6 * load for load in cfg.concurrency},

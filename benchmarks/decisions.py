@@ -15,9 +15,9 @@ They count how often a decision is wrong, since the truth is known.
     doctor      how many faults planted into an intact head does `redraft doctor` name? (`benchmarks/planted.py`)
     served      by how much do forecasts miss a real vLLM that filters as the target's generation_config.json says?
 
-Requests differ as they do on the demo's target: tau has a standard deviation of 0.46 between
-requests of 28 drafts, 0.41 of which remains however long the request is. Seeds are fixed, so the
-same code prints the same numbers.
+Requests differ as on the demo's target: the standard deviation of tau is 0.46 between requests with
+28 drafts each, and 0.41 between arbitrarily long requests. Seeds are fixed, so the same code prints
+the same numbers.
 
 T = trials, N = prompts or requests, P = polls.
 """
@@ -80,7 +80,7 @@ MIXES = {
 """
 
 DRAFTS_PER_POLL = 125
-"""Number of drafts of one running request in a poll interval of 5 s."""
+"""Number of drafts that one running request gets per poll interval of 5 s."""
 
 NUM_TOKENS = 3
 """Maximum number of draft tokens. With this number, tau varies by about 1.1 between the drafts of a
@@ -98,8 +98,8 @@ class Config:
     output: Path = Path("outputs/bench-decisions")
     """Folder for report.json."""
     trials: int = 400
-    """Number of simulations per case. With 400, the error of a rate of 2% is at most 1.4 percentage
-    points.
+    """Number of simulations per case. With 400, an estimated rate of 2% is accurate to within 1.4
+    percentage points.
     """
     seed: int = 0
     """Random seed for all simulations."""
@@ -119,7 +119,7 @@ def main(cfg: Config) -> None:
 
 
 def simulate(trials: int, seed: int = 0) -> dict[str, Any]:
-    """Return the rates of wrong decisions, and those of right ones where they show the cost."""
+    """Return the rates of wrong decisions, and of right decisions if these show the cost."""
     parts: Mapping[str, Callable[[int, int], dict[str, Any]]] = {
         "canary": simulate_canary,
         "paces": simulate_paces,
@@ -150,12 +150,12 @@ class Pace:
     busy: float = 0.0
     """Share of the polls with one draft token."""
     dwell: float = 20
-    """Mean number of polls for which the number of draft tokens stays the same."""
+    """Mean number of polls between changes of the number of draft tokens."""
 
     def draw(self, rng: np.random.Generator, trials: int, polls: int) -> Array:
         """Return the number of draft tokens by trial and poll, [T, P]."""
         is_busy_TP = np.empty((trials, polls), bool)
-        # After each poll, the number is drawn anew with probability 1 / dwell.
+        # After each poll, the number is drawn again with probability 1 / dwell.
         is_drawn_TP = rng.random((trials, polls)) < 1 / self.dwell
         drawn_TP = rng.random((trials, polls)) < self.busy
         is_busy_TP[:, 0] = drawn_TP[:, 0]
@@ -171,7 +171,7 @@ PACES = {
     "shifted": (Pace(0.8), Pace(0.2)),
     "alike": (Pace(0.5), Pace(0.5)),
 }
-"""Paces of the two groups: first that of the group with fewer draft tokens."""
+"""Paces of the two groups. The group with fewer draft tokens comes first."""
 
 
 def simulate_canary(trials: int, seed: int = 0, polls: int = 180) -> dict[str, Any]:
@@ -362,7 +362,7 @@ def _find_chance(tau_TN: Array) -> Array:
 
 
 def simulate_gate(trials: int, seed: int = 0) -> dict[str, Any]:
-    """Return the share of campaigns of ten looks that promote a candidate, by the true gain.
+    """Return the share of ten-look campaigns that promote a candidate, by true gain.
 
     A campaign ends when a candidate is promoted.
     """
@@ -450,7 +450,7 @@ def _run_campaign(
 
     From one look to the next, new requests replace a quarter of the held-out ones. Each candidate
     is good at different requests, which explains half of the spread. `abandoned` is (gain, number
-    of requests) of a domain without new requests.
+    of requests) for a domain that gets no new requests.
     """
     requests = _make_requests(rng, num_requests)
     abandoned_gain, num_abandoned = abandoned
@@ -476,7 +476,7 @@ def _run_campaign(
 def _score_candidate(
     rng: np.random.Generator, requests: tuple[Array, Array, Array], gain: float
 ) -> tuple[list[AcceptanceCounts], list[AcceptanceCounts]]:
-    """Return the counts of a new candidate and of the incumbent on the requests."""
+    """Return the new candidate's and the incumbent's counts on the requests."""
     drafts_N, incumbent_N, common_N = requests
     rate_N = incumbent_N + gain + common_N + 0.1 * rng.standard_normal(len(drafts_N))
     return _to_counts(drafts_N, rate_N), _to_counts(drafts_N, incumbent_N)
@@ -614,8 +614,8 @@ def _make_reports(rng: np.random.Generator, num_prompts: int, loss: float) -> tu
     prompts = [PromptId(id=str(i), domain=("code", "prose")[i % 2]) for i in range(num_prompts)]
     reports = []
     for rates_N in (rate_N, other_N):
-        # The two numbers of draft tokens share their prompts, which gives two correlated chances to
-        # report a fall.
+        # Both numbers of draft tokens use the same prompts, so a fall has two correlated chances to
+        # be reported.
         rows = [
             Counted(
                 draft="draft",

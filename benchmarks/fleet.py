@@ -89,8 +89,8 @@ class Config:
 def count_queued(*, num_requests: int, num_drafts: int, vocab_size: int) -> dict[str, Any]:
     """Return the bytes that a step's tensors hold in the queue if all requests are recorded.
 
-    Logits are in bfloat16. `bytes_per_step` is what the hook on a GPU keeps, and
-    `bytes_by_reference` what the hook on a CPU keeps.
+    Logits are in bfloat16. `bytes_per_step` counts the tensors that the hook keeps on a GPU, and
+    `bytes_by_reference` the tensors that it keeps on a CPU.
     """
     logits_RV = torch.zeros(num_requests * (num_drafts + 1), vocab_size, dtype=torch.bfloat16)
     with open_capture() as capture:
@@ -339,7 +339,7 @@ def list_prompts(cfg: Config, count: int, length: int) -> list[Prompt]:
 
 
 async def measure_capture(cfg: Config, registry: Path) -> dict[str, Any]:
-    """Return the ratio of tokens/s with capture to that without: medians over rounds."""
+    """Return tokens/s with capture over tokens/s without: medians over rounds."""
     prompts = list_prompts(cfg, 6 * cfg.clients, 64)
     with contextlib.ExitStack() as stack:
         server = await asyncio.to_thread(stack.enter_context, serve(cfg, registry))

@@ -64,7 +64,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Bench:
-    """What all sides of the benchmark share."""
+    """The settings and the publisher that all sides of the benchmark share."""
 
     records: int
     vocab_size: int

@@ -48,8 +48,7 @@ from redraft.recipes.cli.run import run_recipe
 
 FamilyName = Literal["standalone", "eagle3", "dflash", "dspark"]
 LAYERS = (2, 4, 6)
-"""Layers that the heads read: those of the presets without the last one, which llama.cpp does not
-serve.
+"""Layers that the heads read: the presets' layers except the last, which llama.cpp does not serve.
 """
 
 Answers = tuple[list[list[int]], AcceptanceCounts | None, float]
@@ -66,7 +65,7 @@ class Config:
     """Folder with one training run (containing `draft`) per family. Missing families are trained.
     """
     steps: int | None = None
-    """Number of training steps. By default, that of the presets."""
+    """Number of training steps. By default, the presets decide."""
     num_prompts: int = 30
     """Number of prompts."""
     max_tokens: int = 64

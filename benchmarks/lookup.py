@@ -9,9 +9,9 @@ $ pip install arctic-inference==0.1.1                         # for suffix decod
 `device_equals_host` that of the tests that compare a lookup on the GPU with the one on the host, in
 Triton's interpreter. The counts come from synthetic answers made of phrases with a Zipf
 distribution. The work of a lookup on a GPU is counted; no GPU has run it. `over_suffix` is the
-speed with live counts divided by that with suffix decoding. Two servers of `redraft serve` take
-turns and answer the same questions, each question once, after both have answered the same warm-up
-questions. The server that begins alternates between rounds. tau is tokens per target step,
+speed with live counts divided by the speed with suffix decoding. Two servers of `redraft serve`
+take turns and answer the same questions, each question once, after both have answered the same
+warm-up questions. The server that begins alternates between rounds. tau is tokens per target step,
 including steps without a draft.
 """
 

@@ -6,8 +6,8 @@ $ python -m benchmarks.needed_tau docs/measurements.md     # recompute its table
 
 The formula assumes that a draft token is accepted with the same probability a at each position if
 all earlier tokens were. For SmolLM2, the times are measured. For an 8B target, they are counted: at
-one request, a step takes as long as reading its weights from memory, or as its matrix products if
-they take longer. The KV cache and kernel launches are not counted.
+one request, a step takes as long as reading its weights from memory or computing its matrix
+products, whichever is longer. The KV cache and kernel launches are not counted.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def counted(device: Device) -> Steps:
 
     return Steps(
         verify=lambda k: take_ms(target, k + 1),
-        # The first pass reads as many rows as tokens were accepted, at most k + 1.
+        # The first pass reads one row per newly emitted token, at most k + 1.
         draft=lambda k: (
             take_ms(once, k + 1) + take_ms(each, k + 1) + (k - 1) * take_ms(each, 1) if k else 0.0
         ),

@@ -14,9 +14,9 @@ propose none, apart from vLLM's own speculation.
     sessions    four turns: each prompt extends the previous one, after a long prefix
 
 Speeds and times are medians over rounds of the ratio within a round, with 95% intervals. `prefill`
-is measured by the engine's clock, and `first_token` by the client's. `cpu` is the CPU time of the
-server's processes per token, which is less sensitive to other work on the machine. The work of
-capture is also split by stage, in CPU time, with tensors of the target's sizes.
+is measured by the engine's clock, and `first_token` by the client's. `cpu` is the server processes'
+CPU time per token, which is less sensitive to other work on the machine. The work of capture is
+also split by stage, in CPU time, with tensors of the target's sizes.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ PARTS: Mapping[Name, Part] = {
 }
 
 METRICS = ("speed", "decoding", "prefill", "first_token", "cpu")
-"""Metrics. The first two are speeds, where more is better. For the others, less is better."""
+"""Metrics. The first two are speeds: higher is better. For the others, lower is better."""
 
 NUM_TOKENS = 3
 TURNS = 4
@@ -349,7 +349,7 @@ def count_cpu(process: psutil.Process) -> float:
 def measure_part(
     name: Name, servers: Servers, cfg: Config, loads: Mapping[str, Sequence[Sequence[Prompt]]]
 ) -> Blocks:
-    """Measure blocks of the plain server and of the servers with and without this part."""
+    """Measure blocks of the plain server, and of servers with and without this part."""
     names = list(dict.fromkeys(("plain", PARTS[name].against, name)))
     found: Blocks = {load: {each: [] for each in names} for load in loads}
     with contextlib.ExitStack() as stack:

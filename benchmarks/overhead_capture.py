@@ -72,7 +72,7 @@ def profile_capture(
 def put_step(
     feed: Feed, number: int, step: int, answer_tokens: int, logits_1V: Any, streams: list[Any]
 ) -> None:
-    """Do what the hooks do in a step of one request."""
+    """Do the hooks' work for one step of one request."""
     name, size = f"r{number}", 1 if step else PROMPT_TOKENS
     if not step:
         feed.requests[name] = RequestInfo(

@@ -188,7 +188,7 @@ async def measure(cfg: Config, server: Server, questions: Sequence[Prompt]) -> R
 
 
 def judge(rates: dict[str, list[float]]) -> dict[str, Any]:
-    """Compare the speed of every mode with no drafts, and that of `auto` with the best number.
+    """Compare every mode's speed with no drafts, and the speed of `auto` with the best number.
 
     The best fixed number may be 0.
     """

@@ -4,9 +4,9 @@ Tests and documentation use the same table.
 
 Every fault is planted twice: into a head as redraft publishes it, with provenance and without its
 manifest (with the manifest, every changed byte would be reported), and into the same head as
-another trainer would publish it, with no information about its training. The engine is not used: it
-computes the same as the reference even for a damaged head, and its counts are those of the
-forecast. Acceptance therefore comes from the target's answers.
+another trainer would publish it, with no information about its training. The engine is not used:
+even for a damaged head, it computes the same as the reference, and its counts equal the forecast.
+Acceptance therefore comes from the target's answers.
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ def begin(engine: Any, num_tokens: int) -> Callable[[], object]:
 
 
 def time_parts(core: Any, step: Callable[[], object], steps: int) -> dict[str, float]:
-    """Return the median milliseconds of a step and of its parts."""
+    """Return the median milliseconds of a step and its parts."""
     runner = core.model_executor.driver_worker.worker.model_runner
     spent: dict[str, list[float]] = {name: [] for name in PARTS}
     found: dict[str, float] = {}

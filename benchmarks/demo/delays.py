@@ -1,11 +1,11 @@
-"""Measures where the time goes between a record's arrival and its first use in a served draft.
+"""Measures the delays between a record's arrival and its first use in a served draft.
 
     arrival ── waiting ──► its step ── training, judging, publishing ──► canary ── swap ──► first use
                                         and idle, over several candidates                   ── rollout ──► all servers
 
-The only source is the journal. A step's entry contains how long its fresh records have waited, and
-how long it took. From its beginning to the first swap to a version, the phases of the learner divide
-the time without a gap; pauses for running requests are counted apart. A record that arrives while an
+The only source is the journal. A step's entry contains the waiting times of its fresh records and
+its own duration. From its beginning to the first swap to a version, the learner's phases account
+for all the time; pauses for running requests are counted separately. A record that arrives while an
 earlier version is trained, judged or rolled out waits: `waiting_while` divides its wait by phase. A
 record that was trained into an abandoned draft is never served.
 """
@@ -42,7 +42,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Paused:
-    """A period of which the learner spent a share in pauses for running requests."""
+    """A period, and the share of it that the learner paused for running requests."""
 
     phase: str
     begin_s: float
@@ -54,8 +54,8 @@ def account(journal: Sequence[Entry]) -> dict[str, Any]:
     """Return a record's mean delays, in total and by version, and the number of unserved records.
 
     Each part is in seconds; `first_use` is their sum, and `rollout` the time from there to the last
-    swap to the same version. `passed_over` records were not trained as new, because training was
-    slower than traffic.
+    swap to the same version. `passed_over` records were never trained on as new, because training
+    was slower than traffic.
     """
     states = [entry for entry in journal if isinstance(entry, StateEntry)]
     swaps = [e for e in journal if isinstance(e, SwapEntry) and e.outcome == "swapped"]

@@ -322,7 +322,7 @@ async def measure_versions(
 ) -> list[dict[str, Any]]:
     """Measure every version that was current, and the ceiling.
 
-    The results are tau on B's test prompts, and the number of records of B trained on.
+    The results are tau on B's test prompts, and the number of B's records trained on.
     """
     registry = stage.registry
     offline = registry.publish(

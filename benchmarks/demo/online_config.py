@@ -90,13 +90,13 @@ class Config:
     within seconds.
     """
     overhead_prompts: int = 20
-    """Number of requests per measurement of the cost of capture."""
+    """Number of requests per measurement of capture's cost."""
     speed_rounds: int = 6
-    """Number of rounds that compare the speed of the first and of the adapted draft: at least 6,
-    for an interval.
+    """Number of rounds that compare the first draft's speed with the adapted draft's. An interval
+    needs at least 6.
     """
     speed_prompts: int = 4
-    """Number of prompts of B in such a round, for each of the two drafts."""
+    """Number of B's prompts in such a round, for each of the two drafts."""
 
     def __post_init__(self) -> None:
         if self.speed_rounds < 6:

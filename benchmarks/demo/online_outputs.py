@@ -2,7 +2,7 @@
 
 In float32, they are the same except for ties. In 16 bits, rounding decides between more tokens,
 with or without a draft. So the target alone, computed here in its dtype, is compared with the
-target in float32 on the same texts. The engine has other kernels and batches and rounds
+target in float32 on the same texts. The engine has different kernels and batches, and rounds
 differently, so an answer may be off by up to twice the widest of these gaps.
 
 T = tokens of an answer, V = vocabulary.

@@ -120,7 +120,7 @@ class Replayer:
     def _at_random(
         self, records: Sequence[Record], steps: int, seed: int
     ) -> Iterator[list[Record]]:
-        """Yield, for every step, as many random records as the learner's step had."""
+        """Yield random records for every step, the same number as in the learner's step."""
         rng = np.random.default_rng(seed)
         count = min(
             len(records), self.cfg.training.fresh_per_step + self.cfg.training.replay_per_step

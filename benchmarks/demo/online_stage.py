@@ -266,7 +266,7 @@ def write_learner_config(
 
 
 def count_kv_bytes(model: Any, num_draft_layers: int, dtype: TargetDtype) -> int:
-    """Count the bytes for the keys and values of as many requests as a server answers at once.
+    """Count the bytes of the KV cache for the server's maximum number of concurrent requests.
 
     The requests have the maximum length, and the draft's keys and values are included.
 

@@ -9,9 +9,8 @@ $ python -m benchmarks.demo.quick
         ─► six interleaved rounds of two questions each, one request at a time
         ─► the ratio of tokens/s, its interval, and the outputs that differ
 
-The questions and rounds are those with which `make demo` confirms its drafts at one request. `make
-demo` also chooses the faster mode of vLLM, trains a head, and measures eight requests; quote its
-figures.
+`make demo` confirms its drafts at one request with the same questions and rounds. It also chooses
+the faster mode of vLLM, trains a head, and measures eight requests; quote its figures.
 """
 
 from __future__ import annotations

@@ -87,8 +87,7 @@ class Config:
     resume: bool = False
     """Continue the demo in `output`."""
     updates: int = 100
-    """Number of updates of the policy. With fewer updates, all other training runs are shorter too.
-    """
+    """Number of policy updates. With fewer updates, all other training runs are shorter too."""
 
     def scale(self, count: int, least: int) -> int:
         return max(least, round(count * self.updates / 100))

@@ -30,7 +30,7 @@ from redraft.heads.families.eagle3 import Eagle3
 from redraft.heads.target import Target
 
 LINES = 24
-"""Number of lines of a header in one answer."""
+"""Number of header lines per answer."""
 
 OPTIM = Optim(lr=1e-3, schedule="constant", warmup_fraction=0.1)
 """Optimizer settings with a constant rate, so that each point of a curve equals the end of a
@@ -38,7 +38,7 @@ training run of that length.
 """
 
 Answer = Callable[[Any, Sequence[Conversation], int, Sampling], list[Continuation]]
-"""Function that returns a model's answers to the questions of up to a number of conversations."""
+"""Function that returns a model's answers to the questions of a limited number of conversations."""
 
 Curve = Sequence[tuple[int, float]]
 """(number of labels read so far, tau) at each point."""

@@ -65,7 +65,7 @@ class Judged:
 
 
 class Policy:
-    """The model of a target, which can load any of its pushed weights."""
+    """A target's model, which can load any of the pushed weights."""
 
     def __init__(self, target: Path, weights: Path) -> None:
         self.model = load_causal_lm(target, torch.float32).eval()

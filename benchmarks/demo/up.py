@@ -106,12 +106,12 @@ class Config:
     overwrite: bool = False
     """Replace the demo in `output`."""
     workload_pairs: int = 20
-    """Number of pairs of blocks for each workload, next to a plain server: at least 6, for an
-    interval.
+    """Number of pairs of blocks per workload, compared with a plain server. An interval needs at
+    least 6.
     """
     pairs: int = 24
-    """Number of pairs of blocks at the start, at the end for one client, and with the head alone:
-    at least 6, for an interval.
+    """Number of pairs of blocks at the start, at the end with one client, and with the head alone.
+    An interval needs at least 6.
     """
     learn_s: float = 480
     """Duration of the traffic to learn from, in seconds, with a pair of blocks each minute."""
@@ -358,7 +358,7 @@ class Play:
                 await self.measure(clients)
 
     async def measure(self, clients: int) -> None:
-        """Measure one more pair of blocks; for each client count, the kinds take turns in being first.
+        """Measure one more pair of blocks; for each client count, the kinds take turns going first.
 
         Raises:
             ValueError: all questions have been asked.
@@ -429,7 +429,7 @@ def estimate(pairs: Sequence[Pair]) -> dict[str, Any]:
 
 
 def find_gain(pairs: Sequence[Pair]) -> float | None:
-    """Find the time of the first of WINDOW successive pairs that are all faster with drafts.
+    """Find the start of the first WINDOW successive pairs that are all faster with drafts.
 
     Only pairs with one client count.
     """

@@ -1,7 +1,7 @@
 """Compare tau of every version of `redraft up`, by minutes and records, with an offline head.
 
-    ceiling   starts from the first version, and takes as many steps of as many records as the last
-              promoted version; the records are drawn at random from those that it was trained on
+    ceiling   starts from the first version, and trains for the same number of steps as the last
+              promoted version, on random samples of the same records
 
 All versions and the ceiling are scored on the same held-out requests, as the gate scores drafts.
 The learner must have stopped.

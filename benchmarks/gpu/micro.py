@@ -218,7 +218,7 @@ def pinning(device: torch.device) -> dict[str, float]:
 def rows_of_the_loss(device: torch.device) -> dict[str, Any]:
     """Measure the loss kernels' bandwidth, counting the bytes that must be moved.
 
-    The sizes are those of EAGLE-3 for Llama-3.1-8B and of a standalone draft.
+    It uses the sizes of EAGLE-3 for Llama-3.1-8B and the sizes of a standalone draft.
     """
     target_CV, ids_W = (
         random(2048, 128256, device=device),

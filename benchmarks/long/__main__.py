@@ -39,7 +39,7 @@ class LongConfig:
     ranks: tuple[int, ...] = (2, 4)
     """Numbers of processes that share rows."""
     threads: int = 2
-    """Number of threads of a training run."""
+    """Number of threads per training run."""
     output: Path = Path("outputs/long.json")
     """File for the results."""
 

@@ -63,7 +63,7 @@ CASES: dict[str, Callable[[Target], nn.Module]] = {
 }
 
 DOCUMENTS = ((41, 5, 18), (9, 30, 11))
-"""Lengths in tokens of the documents in each of two rows. The second row ends with padding."""
+"""Document lengths in tokens, for each of two rows. The second row ends with padding."""
 WIDTH = 64
 
 

@@ -33,7 +33,8 @@ VOCABULARY, HIDDEN, AUX = 4096, 32, (1, 2, 4)
 DRAFT_IDS = torch.arange(0, VOCABULARY, 16)
 WINDOW = 512
 WARM_UP = 2048
-"""Tokens of the first row, which is not measured, because it creates the optimizer's state."""
+"""Number of tokens in the first row. It is not measured, because it creates the optimizer's state.
+"""
 
 CASES = ("eagle3", "eagle3-window", "dflash", "dflash-window")
 """With `-window`, layers of target and draft see WINDOW positions; otherwise they see the whole

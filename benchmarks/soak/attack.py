@@ -62,7 +62,7 @@ tap.
 """
 
 KILLED = b"EngineCore encountered an issue"
-"""Part of the body of vLLM's status 500 after its engine was killed. If no fault killed it,
+"""Part of the body of vLLM's 500 response after its engine was killed. If no fault killed it,
 judge.py reports that as a separate failure.
 """
 
@@ -95,7 +95,7 @@ class Door:
     servers are sent too.
     """
     streams: str = ""
-    """Path of an honest stream. If empty, the honest request is a GET of the first of `paths`,
+    """Path of an honest stream. If empty, the honest request is a GET of the first path in `paths`,
     answered with JSON.
     """
 
@@ -498,7 +498,7 @@ async def connected(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyn
 
 
 async def exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, shot: Shot) -> bytes:
-    """Return what the server answers until it closes the connection or pauses.
+    """Return the server's answer until it closes the connection or pauses.
 
     The result is empty if there was no answer.
 

@@ -26,7 +26,7 @@ from redraft.engine.prompts import Prompt
 
 SILENCE_S = 90.0
 """Maximum wait for a byte, in seconds. Every fault of the soak is shorter, so a longer silence
-means that the client was not told of the failure.
+means that the client was not notified of the failure.
 """
 
 TENANTS = ("", "acme", "globex", "initech", "umbrella")
@@ -44,7 +44,7 @@ class Tally:
     counts: Counter[str] = field(default_factory=Counter)
     told: Counter[str] = field(default_factory=Counter)
     untold: list[str] = field(default_factory=list)
-    """The first 20 untold failures, for the report."""
+    """The first 20 failures without an error that the client could see, for the report."""
 
     def add(self, verdict: Verdict) -> None:
         self.counts[verdict.kind] += 1

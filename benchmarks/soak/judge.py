@@ -126,8 +126,8 @@ class Growth:
     descriptors: int
     """Descriptors gained."""
     by_minute: Mapping[int, int]
-    """Resident MiB at the end of each minute of the life, including the warm-up. A step indicates a
-    cache, a slope a leak.
+    """Resident MiB at the end of each minute, including the warm-up. A step indicates a cache, a
+    slope a leak.
     """
 
     @property
@@ -150,7 +150,7 @@ class Seen:
     num_planned: int
     """Number of faults requested."""
     records: Mapping[str, RecordsSeen]
-    """What became of the records, by route: `log` and `spool`."""
+    """The fate of the records, by route: `log` and `spool`."""
     served: Mapping[str, str]
     """Version that each server serves at the end; empty if the server does not answer."""
     current: str
@@ -162,7 +162,7 @@ class Seen:
     requests: Mapping[str, int]
     """Number of requests by verdict: answered, left, told, cut, untold."""
     untold: Sequence[str] = ()
-    """The first requests that failed untold."""
+    """The first requests that failed without an error that the client could see."""
     attack: Mapping[str, Any] = field(default_factory=dict)
     """Figures of the attacker, from `Attack.describe`."""
     must_attack: int = 0

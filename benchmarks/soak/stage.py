@@ -46,8 +46,8 @@ DISK_BYTES = 1 << 30
 """Size of each small disk. Its image file is sparse."""
 
 NOISE = 0.3
-"""Noise on every matrix of the draft, which is a copy of the target: standard deviation relative to
-that of the matrix.
+"""Noise added to every matrix of the draft, a copy of the target, as a fraction of the matrix's
+standard deviation.
 """
 
 NATS = Nats(fleet="soak")

@@ -7,7 +7,7 @@ $ python -m benchmarks.studies.cpu_speeds --target outputs/parts/smollm2-135m-in
 vLLM's engine core polls for the worker's answer in a loop, which takes a core while the worker
 computes. By default vLLM binds the worker's OpenMP threads to all cores but one, so the loop does
 no harm. Without a binding there is a thread for every core, each matrix product ends with a barrier
-of all threads, and a barrier waits as long as the loop has the core of one of them. Every row is
+for all threads, and the barrier waits while the loop occupies the core of any thread. Every row is
 one server, measured in turn with one and with eight requests in flight, after pauses of different
 lengths.
 """

@@ -3,11 +3,11 @@
 $ python -m benchmarks.studies.recipe                      # EAGLE-3 for SmolLM2, nine hours on two cores
 $ python -m benchmarks.studies.recipe --family dflash      # with D-PACE, by speculators' trainer
 
-Every setting trains for as many minutes as the default, on the same rows of answers in the same
-order for each seed, and its last head is judged on the same held-out questions. The gain in tau
-over the default has a 95% interval over questions and seeds; a setting is better if the interval
-excludes zero. On two cores, half an hour is enough for only a few steps of the default size, so all
-steps have one row of 2,048 tokens, except for the settings of the group `rows`.
+Every setting trains for the same number of minutes as the default, on the same rows of answers in
+the same order for each seed, and its last head is judged on the same held-out questions. The gain
+in tau over the default has a 95% interval over questions and seeds; a setting is better if the
+interval excludes zero. On two cores, half an hour is enough for only a few steps of the default
+size, so all steps have one row of 2,048 tokens, except for the settings of the group `rows`.
 
 table.json has a row for each setting. Once it is measured on a quiet machine, commit it as
 benchmarks/studies/recipe.json: a test then fails until the defaults in heads/catalog.py and
@@ -140,7 +140,7 @@ class Config:
     num_speculative_tokens: int = 3
     """Number of draft tokens per step."""
     threads: int = 2
-    """Number of threads of each training run."""
+    """Number of threads per training run."""
     target: str | None = None
     """Folder of the target; by default SmolLM2-135M-Instruct, made in --parts."""
     parts: Path = Path("outputs/parts")
@@ -166,7 +166,7 @@ class Config:
 
     @property
     def chosen(self) -> dict[str, Setting]:
-        """Return the settings to measure, and those with which they are compared, by name."""
+        """Return the settings to measure and their baselines, by name."""
         known = {DEFAULT: Setting(group=""), **SETTINGS[self.family]}
         names = self.settings or tuple(SETTINGS[self.family])
         wanted = {DEFAULT, *names, *(known[name].against for name in names)}
@@ -254,7 +254,7 @@ def describe_row(row: Mapping[str, Any]) -> str:
 
 
 def find_unadopted(table: Mapping[str, Any]) -> list[str]:
-    """Find the settings that the table proves better than the default, but that are no default.
+    """Find the settings that the table proves better than the default, but that are not defaults.
 
     In each group, only the best setting counts. Settings without flags of `redraft train` cannot
     become defaults.

@@ -1,4 +1,4 @@
-"""Measure how many of the records of an online training step should be replayed.
+"""Measure which share of the records in an online training step should be replayed.
 
 $ python -m benchmarks.studies.replay outputs/demo-up/up                  # after `make demo-up`, an hour
 $ python -m benchmarks.studies.replay outputs/demo-online --steps 16      # two domains, forgetting included
@@ -51,9 +51,9 @@ ALL = "all"
 @dataclass(frozen=True, kw_only=True)
 class Config:
     folder: Annotated[Path, tyro.conf.Positional]
-    """Folder with the learner.toml and the buffer of a learner that has stopped."""
+    """Folder with the learner.toml and the buffer of a stopped learner."""
     steps: int = 32
-    """Number of steps of each training run."""
+    """Number of steps per training run."""
     seeds: int = 3
     """Number of training runs for each setting, each with a new seed."""
     output: Path = Path("outputs/replay")
@@ -153,7 +153,7 @@ def own_setting(learner: LearnerConfig) -> Setting:
 
 
 def list_settings(learner: LearnerConfig) -> list[Setting]:
-    """List the learner's own setting, and settings with different shares of as many records."""
+    """List the learner's setting, and settings that replay other shares of equally many records."""
     own = own_setting(learner)
     total = own.new + own.replayed
     others = [Setting(total - round(share * total), round(share * total)) for share in SHARES]

@@ -9,8 +9,8 @@ $ python -m benchmarks.studies.within_request      # SmolLM2 and a head of half 
 Papers report up to 41% more tau by adapting a draft within one long answer (arXiv 2605.09329). A
 lookup in the request's own text may give most of it already. So four drafts are compared: the head,
 n-grams before the head, the adapted head, and n-grams before the adapted head. A server would adapt
-with what it has after verification: the head's states of the first draft step and the target's
-logits.
+with the data that it has after verification: the head's states in the first draft step and the
+target's logits.
 
     bias       logits + b                      b -= rate * sum (q - p)
     low_rank   logits of (h + (h V) U)         U -= rate * sum (h V)^T ((q - p) head)
@@ -59,8 +59,7 @@ from redraft.recipes.cli.run import run_recipe
 from redraft.recipes.demo.parts import ANSWERS, make_target
 
 Tokens = NDArray[np.int64]
-"""Draft tokens of the block that begins after output token t, [T - 1, K]; NOTHING where there is
-none.
+"""Draft tokens of the block that begins after output token t, [T - 1, K]; NOTHING if there is none.
 """
 Rule = Literal["none", "bias", "low_rank"]
 WORTH = 0.10  # Gain over head and lookup that would justify the engine code.
@@ -110,7 +109,7 @@ class Config:
     rates: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
     """Rates to choose from, for each rule."""
     bin_tokens: int = 500
-    """Width of a range of positions in the table, in tokens."""
+    """Number of tokens per range of positions in the table."""
     ngram: Ngram = field(default_factory=Ngram)
     threads: int = 2
     output: Path = Path("outputs/within-request")

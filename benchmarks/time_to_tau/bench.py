@@ -22,7 +22,7 @@ report.json is written after every training run:
 |---|---|
 | `time_to_tau` | `ratio_PEER`: minutes until redraft's defaults reach the peer's last tau, over the peer's |
 | `equal_time` | `PEER`: gain in tau over the peer, in the last minute that both have |
-| `equal_labels` | `PEER`: gain in tau over the peer, after as many answer tokens as both have read |
+| `equal_labels` | `PEER`: gain in tau over the peer, after the same number of answer tokens |
 | `trainers` | by name: settings, runs, `curve` over minutes, and the last tau as `forecast` |
 
 The best recipe is compared in the same way under `best_ratio_PEER` and `best_PEER`. Each figure has
@@ -130,7 +130,7 @@ class Config:
     every_minutes: float = 5.0
     """Minutes of training between two heads that are judged."""
     seeds: int = 3
-    """Number of training runs of each trainer, each with a new seed."""
+    """Number of training runs per trainer, each with a new seed."""
     rows: int | None = None
     """Number of rows per step for every trainer, for a short form; by default, each trainer uses
     its own default.
@@ -146,7 +146,7 @@ class Config:
     engine: bool = True
     """Also measure the last head of every training run in vLLM."""
     threads: int = 2
-    """Number of threads of each training run."""
+    """Number of threads per training run."""
     target: str | None = None
     """Folder of the target; by default SmolLM2-135M-Instruct, made in --parts."""
     data: str = str(ANSWERS)
@@ -154,9 +154,7 @@ class Config:
     parts: Path = Path("outputs/parts")
     """Folder of the default target."""
     flags: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Argument to append to the command of every training run of redraft; repeat the flag for each
-    word.
-    """
+    """Argument to append to every redraft training command; repeat the flag for each word."""
     output: Path | None = None
     """Folder for report.json, curves.svg and the training runs; by default
     outputs/time-to-tau/FAMILY.

@@ -140,7 +140,7 @@ class Training:
         return InProcessTarget(self.run.target.model, layers)
 
     def plan(self, take_step: Callable[[int], object], per: int = 1) -> None:
-        """Take a few steps with a copy, and plan as many steps as fill the minutes at that speed.
+        """Take a few steps with a copy, and plan the number of steps that fill the minutes.
 
         A call of the copy takes `per` steps.
         """

@@ -137,7 +137,7 @@ def gain_at_equal_time(ours: Curve, theirs: Curve) -> float:
 
 
 def gain_at_equal_labels(ours: Curve, theirs: Curve) -> float:
-    """Return our tau minus the peer's, after as many answer tokens as both have read."""
+    """Return our tau minus the peer's, after the same number of answer tokens."""
     label = min(ours.last_label, theirs.last_label)
     return ours.at_label(label) - theirs.at_label(label)
 

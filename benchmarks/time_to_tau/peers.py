@@ -1,9 +1,9 @@
 """Run the trainers of other projects on the rows of a course, with their default settings.
 
-Each side keeps its own model, start, loss, optimizer, schedule and precision. All sides share what
-is outside a trainer: the rows, in one order, and the target's states, which are computed here and
-whose time counts for every side. A project's own pipeline would read the states from a server or a
-disk.
+Each side keeps its own model, start, loss, optimizer, schedule and precision. All sides share
+everything outside the trainer: the rows, in the same order, and the target's states. The states are
+computed here, and their time counts for every side. A project's own pipeline would read the states
+from a server or a disk.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Peer:
 def split_documents(batch: Batch, signal: TargetSignal) -> Iterator[Sample]:
     """Return the documents of a batch in the form of speculators' data sets.
 
-    The last of the layers in `signal` is the target's last layer, before the final norm.
+    The last layer in `signal` is the target's last layer, before the final norm.
     """
     assert signal.aux_BTLD is not None
     for row, at in list_documents(batch):
@@ -316,7 +316,7 @@ def read_modelopt_recipe() -> dict[str, Any]:
 
 
 def list_documents(batch: Batch) -> Iterator[tuple[int, torch.Tensor]]:
-    """List (row, positions) of each document of a batch."""
+    """List (row, positions) for each document in a batch."""
     for row, documents_T in enumerate(batch.document_BT):
         for document in range(int(documents_T.max()) + 1):
             yield row, (documents_T == document).nonzero().squeeze(-1)

@@ -69,7 +69,7 @@ class Config(gpu.Config):
     outputs/bench/gpu.json.
     """
     rounds: int = 5
-    """Number of runs of each side. A ratio is the median of the rounds' ratios."""
+    """Number of runs per side. A ratio is the median of the rounds' ratios."""
     threads: int = 0
     """Number of torch threads. 0 uses torch's default."""
     device: Literal["cpu", "cuda"] | None = None

@@ -53,8 +53,8 @@ class Config(PlanConfig):
     """A step to count and run."""
 
     compile: bool = False
-    """With --gpu, run the step with compiled layers (--loop.compile). The counted operations are
-    those of uncompiled layers.
+    """With --gpu, run the step with compiled layers (--loop.compile). Operations are counted for
+    uncompiled layers.
     """
 
 

@@ -245,7 +245,7 @@ def count_recurrent(attention_input: int, mix: Matmul) -> tuple[Matmul, ...]:
 
 def count_peagle() -> tuple[Matmul, ...]:
     sizes = sizes_of("P-EAGLE")
-    # Draft step k is trained on a share of the rows, which is 0.7^k, but at least 0.2.
+    # Draft step k is trained on a share of 0.7^k of the rows, but at least 0.2.
     shares = [max(peagle.Config.keep_ratio**k, peagle.Config.min_share) for k in range(sizes.steps)]
     rows = round(TOKENS * sum(shares))
     # The first layer reads the embedding together with the feature.
@@ -256,7 +256,7 @@ def count_peagle() -> tuple[Matmul, ...]:
 
 
 def count_blocks(family: str) -> tuple[Matmul, ...]:
-    """Count the products of DFlash, which proposes nothing in the anchor's slot, and of DSpark."""
+    """Count the products for DFlash or DSpark. DFlash proposes nothing in the anchor's slot."""
     sizes = sizes_of(family)
     blocks = sizes.batch * sizes.anchors
     keys = _product(
@@ -266,7 +266,7 @@ def count_blocks(family: str) -> tuple[Matmul, ...]:
 
 
 def count_dspark() -> tuple[Matmul, ...]:
-    """Count the products of DFlash, and those of the bias, whose head is trained."""
+    """Count the products as for DFlash, and the products for the bias."""
     sizes = sizes_of("DSpark")
     proposed = sizes.batch * sizes.anchors * sizes.steps
     bias = Matmul(count=3, rows=proposed, inner=MARKOV_RANK, columns=sizes.vocabulary)
@@ -324,7 +324,7 @@ class Benched:
     gradients, and the head's layers.
     """
     aims: Mapping[str, float]
-    """Required ratios of redraft's speed to that of other sides."""
+    """Required speed of redraft relative to each other side."""
     sizes: Sizes = SIZES
     target: Callable[[], Any] = make_llama
 

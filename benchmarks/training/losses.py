@@ -46,8 +46,8 @@ NUM_TOKENS = 1024
 HIDDEN = 512
 
 GPU_TOKENS, GPU_HIDDEN = 4096, 4096
-"""Sizes of an 8B target, used on a GPU, where kernel launches would take most of the time with
-smaller sizes.
+"""Sizes of an 8B target, for a GPU. With smaller sizes, kernel launches would take most of the
+time.
 """
 
 
@@ -63,7 +63,7 @@ def loss_sizes(device: str) -> tuple[int, int]:
 
 
 def fused_loss_case(thousands: int, dtype: DtypeName, device: str) -> Case:
-    """Make the case of the KL of two linear heads, with the gradients of the draft's states and head."""
+    """Make the case for the KL of two linear heads, with gradients for draft states and head."""
     vocabulary, (rows, hidden) = 1024 * thousands, loss_sizes(device)
     matmuls = (
         # The products are the logits of target and draft, the gradients of the draft's hidden

@@ -47,7 +47,7 @@ Fewer rows would make a matmul slower, or leave most of a GPU idle.
 """
 
 MEMORY_RUNS = 3
-"""Number of runs of a side in which peak memory is measured."""
+"""Number of runs per side that measure peak memory."""
 
 
 class Step:
@@ -89,7 +89,7 @@ class Step:
 
 
 adamw = functools.partial(torch.optim.AdamW, lr=1e-4, fused=True)
-"""The optimizer of every side that has one, which is the default of transformers' Trainer."""
+"""The optimizer of every side that has one. It is the default of transformers' Trainer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +135,7 @@ class Case:
 
     name: str
     family: str
-    """Name of the draft's family or of a loss, used in the report."""
+    """Name of the draft's family or the loss, for the report."""
     against: Mapping[str, Against]
     """The other sides, by name."""
     tokens: int
@@ -187,8 +187,8 @@ class Measurement:
     case: str
     sides: dict[str, Side]
     speed_ratio: dict[str, float]
-    """Ratio of our side's tokens/s (`Case.own_side`) to the tokens/s of each other side and of the
-    floor, as the median over rounds.
+    """Our side's tokens/s (`Case.own_side`) divided by each other side's and by the floor's, as the
+    median over rounds.
     """
     cpu_time_ratio: dict[str, float]
     """The same ratio by CPU time, which is steadier on a busy machine."""
@@ -252,7 +252,7 @@ def round_ratios(theirs: Sequence[float], ours: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """The times of a case's sides and of its floor, by name."""
+    """The times of a case's sides and floor, by name."""
 
     wall_s: dict[str, list[float]]
     cpu_s: dict[str, list[float]]
@@ -318,7 +318,7 @@ def matmuls_alone(matmuls: Sequence[Matmul], dtype: torch.dtype, device: str) ->
             for shape in ((rows, m.inner), (m.columns, m.inner))
         )
         out = torch.empty(rows, m.columns, device=device, dtype=dtype)
-        # Make as many calls as are needed for all products.
+        # Make enough calls for all products.
         operands.append((m.count * m.rows // rows, left, right.T, out))
 
     def run() -> Tensor:

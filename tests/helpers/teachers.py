@@ -40,9 +40,9 @@ class Teacher:
     """Of the last request."""
     probes: int = 0
     listing: bytes | None = None
-    """What it says its models are, in place of the truth."""
+    """Its answer when asked for its models, instead of the true one."""
     redirect: str = ""
-    """Where it sends everyone who asks for its models."""
+    """Address to which it redirects requests for its models."""
 
     @property
     def port(self) -> int:

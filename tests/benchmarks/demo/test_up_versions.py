@@ -1,4 +1,4 @@
-"""tau of the versions of `redraft up`, beside a head trained offline on the same records."""
+"""The tau of each version of `redraft up`, next to a head trained offline on the same records."""
 
 from __future__ import annotations
 
