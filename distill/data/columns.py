@@ -52,7 +52,7 @@ class Columns:
 
 
 def _is_missing(value: Any) -> bool:
-    """Whether a table cell has no value, for which pandas writes NaN."""
+    """Whether a table cell has no value (NaN in pandas)."""
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 

@@ -48,7 +48,7 @@ class Conversation(TypedDict):
     arguments: NotRequired[Arguments]
     """Template arguments of the request, if the data contains them."""
     turns: NotRequired[list[StoredTurn]]
-    """Token ids of each answer and of its prompt, as the server returned them."""
+    """Token ids of each answer and its prompt, as returned by the server."""
     split_key: NotRequired[str]
     """Hash (hex) used for the split instead of the hash of the first user message."""
 
@@ -72,7 +72,7 @@ def split_held_out(
 
 
 def split_key(conversation: Conversation) -> str:
-    """Return the hash (hex) for `split_held_out`, i.e. that of the first user message.
+    """Return the hash (hex) of the first user message, for `split_held_out`.
 
     Without a user message, it is the hash of the first message. A conversation with a `split_key`
     uses that key instead.

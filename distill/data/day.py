@@ -1,6 +1,6 @@
 """The date that some chat templates write.
 
-A run has only one date, which stays the same when the run is resumed.
+A run has one date, and keeps it when it is resumed.
 """
 
 import datetime

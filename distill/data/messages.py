@@ -52,7 +52,7 @@ ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
 Anthropic's.
 """
 
-EVERYONE = ("all", "user")  # Recipients of a message in gpt-oss's format that is no call.
+EVERYONE = ("all", "user")  # Recipients of a message in gpt-oss's format that is not a call.
 
 FINISHES = ("finish_reason", "stop_reason", "done_reason")
 """Keys of an answer, or columns about a row's last answer, that contain the reason why it ended.

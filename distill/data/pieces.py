@@ -99,7 +99,7 @@ class Pieces:
 
 
 def _find_borders(tokenizer: Any) -> tuple[re.Pattern[str], frozenset[str]]:
-    """Return patterns for (the tokens that a tokenizer matches first, those where text may be cut).
+    """Return (pattern of the tokens that are matched first, tokens at which text may be cut).
 
     Both match nothing if the text next to a token decides whether the tokenizer matches it.
     """

@@ -17,8 +17,8 @@ Tool = TypeVar("Tool")
 Chunk = TypeVar("Chunk")
 Result = TypeVar("Result")
 
-# If there are fewer chunks, they are processed here, because a process takes some seconds to import
-# what it needs.
+# If there are fewer chunks, they are processed here, because the imports of a new process take
+# seconds.
 MIN_CHUNKS = 32
 MAX_PROCESSES = 32
 

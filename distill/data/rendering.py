@@ -307,7 +307,7 @@ class Renderer:
         return message if self.reasoning_form in (None, form) else without_reasoning(message, said)
 
     def as_answer(self, message: Message) -> Message:
-        """Return the message with its reasoning where the template reads it.
+        """Return the message with its reasoning in the place that the template reads.
 
         The reasoning is in the fields, or in the content between the template's own tags.
         """

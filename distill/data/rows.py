@@ -250,7 +250,7 @@ def _zstd_blocks(file: BinaryIO) -> Iterator[bytes]:
     """
     block = file.read(ZSTD_BLOCK)
     while True:
-        # This is the largest window, that of `zstd --long=31`.
+        # This is the largest window (`zstd --long=31`).
         frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
         while not frame.eof:
             if not block:
@@ -370,7 +370,7 @@ def _load_hub(source: str, split: str) -> datasets.Dataset:
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         reason = _first_line(error)
         if any(words in reason for words in ("Config name is missing", "BuilderConfig")):
-            # The names of the configs are in a line below.
+            # A later line contains the names of the configs.
             reason = f"{' '.join(str(error).split())}: give {name}:CONFIG"
         raise ValueError(
             f"{source} is not a {', '.join(TABLES)} file, not a folder, and cannot be loaded "
@@ -381,7 +381,7 @@ def _load_hub(source: str, split: str) -> datasets.Dataset:
 def _without_missing(value: Any) -> Any:
     """Return a table's value without any None in it.
 
-    A table gives every struct all fields, e.g. those of a different tool's call.
+    A table gives every struct all fields, e.g. the fields of a different tool's call.
     """
     if isinstance(value, dict):
         return {key: _without_missing(field) for key, field in value.items() if field is not None}

@@ -172,7 +172,7 @@ COUNTS = [counted.name for counted in fields(SampleStats) if counted.type == "in
 def build_samples(
     conversations: Sequence[Conversation], tokenizer: Any, **options: Any
 ) -> tuple[list[Sample], SampleStats]:
-    """Return the samples and their statistics. Options and errors are those of `stream_samples`."""
+    """Return the samples and their statistics; options and errors are as in `stream_samples`."""
     stats = SampleStats()
     return list(stream_samples(conversations, tokenizer, stats, **options)), stats
 
@@ -252,7 +252,7 @@ def held_out_prompts(
     Prompts that occur in `beside` are excluded, and so are repeats: an answer follows from its
     prompt, so they would count the same evidence again. Prompts longer than `max_length` tokens are
     excluded too, and plain documents have no prompt. One line is printed with the number of
-    excluded prompts for each reason. `template_options` and `day` are those of `stream_samples`. By
+    excluded prompts for each reason. `template_options` and `day` are as in `stream_samples`. By
     default, a prompt uses its conversation's own arguments, or else the arguments of most answers.
     If the prompts then ask for several thinking modes, each domain is split by mode.
 

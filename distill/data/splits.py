@@ -60,7 +60,7 @@ def is_split(name: str) -> bool:
 
 
 def _name_split(path: Path, asked: str) -> str | None:
-    """Return the split in the name of a file, or else in that of a folder above it.
+    """Return the split in a file's name, or else in the name of a folder above it.
 
     Return `asked` if the name begins with it.
     """

@@ -87,8 +87,7 @@ class EngineCheck:
     prompts: str | None = None
     num_prompts: int = 16
     max_tokens: int | None = None
-    """Maximum answer length. If None, it is that of the published forecast, or DEFAULT_MAX_TOKENS.
-    """
+    """Maximum answer length. Default: as in the published forecast, or else DEFAULT_MAX_TOKENS."""
     on_cpu: bool = ENGINE_IS_CPU
 
 

@@ -381,7 +381,7 @@ def _list_mask_tokens(pair: Pair, num_embeddings: int) -> list[int]:
         index for text, index in special.items() if "reserved" in text or "unused" in text
     )
     found = [
-        # The first row without a token is redraft's choice, and that of DFlash's authors for Qwen3.
+        # redraft uses the first row without a token, as DFlash's authors do for Qwen3.
         len(tokenizer),
         # A config from a different tool may contain the right token under a different name.
         *_named_tokens(pair.config),

@@ -216,7 +216,7 @@ class TopKBlock:
         columns_MK, reachable_MK = draft_columns(ids_MK, draft_ids_W, logits_MW.shape[1])
 
         # Gather the draft's logit of each kept id. The tail's logit is the log sum exp of all other
-        # logits, so mask those of the kept ids.
+        # logits, so mask the kept ids' logits.
         z_MW = _wide(self._scratch, 1.0, "q", logits_MW)
         best_M1 = _argmax(z_MW)
         z_MK = z_MW.gather(1, columns_MK).masked_fill_(~reachable_MK, FAR_BELOW)

@@ -613,8 +613,8 @@ def _run_block(
     Their values are written into `values_3M`, and the logits are overwritten by their gradient.
     """
     step, rows_M = part.step, part.rows_M[here]
-    # The rows are distinct, ascending and as many as in the block, so row m belongs to target row m
-    # and p need not be gathered.
+    # The rows are distinct and ascending, and the block has the same number of rows. So row m
+    # belongs to target row m, and p need not be gathered.
     is_row_for_row = part.is_distinct and len(rows_M) == block.num_rows
     place_M = None if is_row_for_row else part.place_M[here] - first
     # Each row of a step is in exactly one part, so no value is written twice. A single row would

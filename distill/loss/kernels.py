@@ -3,7 +3,7 @@
 p is the target, q the draft, and z are logits. A program reads one row's draft logits and target
 logits, and overwrites the draft logits by the gradient. It reads a row in tiles: first the log sum
 exp of q, then the sums over the outcomes, then the gradient. All arithmetic is in float32. The
-formulas are those of `distill.loss.gradients`.
+formulas are in `distill.loss.gradients`.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def target_rows(
     """Compute the target's side of a comparison from its logits.
 
     Returns (logits on the draft's ids [C, W], or an empty tensor if there are no draft ids; log sum
-    exp over V and p's mass on W [2, C]). The sums are those of logits / temperature.
+    exp over V and p's mass on W [2, C]). Both sums are computed from logits / temperature.
     """
     rows, width = logits_CV.shape
     kept_CW, sums_2C = _target_results(logits_CV, draft_ids_W)

@@ -111,7 +111,7 @@ def count_step(
     torch.manual_seed(0)
     on_gpu = weightless and shown_on.type != "cpu"
     with _shown_on(shown_on), Count(weightless=weightless) as count, _merging(count, on_gpu):
-        # device=meta tells `Count` to give weights no memory.
+        # With device=meta, `Count` gives weights no memory.
         with torch.device("meta") if weightless else nullcontext():
             model = _make_target(plan)
             draft = _make_draft(plan, model)
@@ -164,7 +164,7 @@ def make_models(plan: Plan, device: torch.device) -> tuple[Any, Any]:
 
 
 class Marker(Protocol):
-    """Function called at the beginning of every part of a step."""
+    """Function called when a part of a step begins."""
 
     def begin(self, part: str) -> None: ...
 

@@ -283,7 +283,7 @@ def _addmm(_: Tensor, left: Tensor, right: Tensor, *__: Any, **___: Any) -> int:
 
 aten = torch.ops.aten
 ATTENTION: dict[Any, Callable[..., int]] = {
-    # A CPU's fused kernel stands for those of GPUs, which compute and move the same amounts.
+    # A CPU's fused kernel stands for GPU kernels, which compute and move the same amounts.
     aten._scaled_dot_product_flash_attention_for_cpu: _forward,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward,
     # Each row attends to a range of keys. These are the operations of `heads.nn.prefix`.

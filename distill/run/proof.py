@@ -216,7 +216,7 @@ def prove_in_engine(
     measures speed. Logs go to `folder`. `speculative` is vLLM's speculative config without the
     number of tokens. `served` is the folder to serve with the draft if the draft's tensors are
     inside a copy of the target (MTP). By default, it is the target itself. `dtype` is the engine's
-    dtype, by default that of training (`default_target_dtype`).
+    dtype, by default the training dtype (`default_target_dtype`).
 
     Raises:
         ChildProcessError: the engine failed; the error has its message.

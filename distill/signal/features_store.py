@@ -149,7 +149,7 @@ def write_states(
         crc32=crc,
         target=target,
     )
-    # Write it last, because the description tells readers that the bytes are complete.
+    # Write it last, because the description marks the bytes as complete.
     storage.pipe_file(f"{path}.json", json.dumps(asdict(description)).encode())
 
 

@@ -48,7 +48,7 @@ def load_sharded(target: TargetFolder, device: torch.device) -> Any:
     Raises:
         FileNotFoundError, ValueError: the errors of `load_causal_lm`, on the first rank.
     """
-    # 1. Rank 0 reads the files. The dtype may be that of the files, which only this rank has read.
+    # 1. Rank 0 reads the files. The dtype may come from the files, which only this rank has read.
     whole = load_causal_lm(target, target.torch_dtype) if dist.get_rank() == 0 else None
     chosen = [None if whole is None else whole.dtype]
     dist.broadcast_object_list(chosen, 0)

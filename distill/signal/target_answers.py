@@ -124,8 +124,8 @@ def prompt_key(conversation: Conversation) -> str:
     The same questions with the same tools are answered only once.
     """
     tools = conversation.get("tools")
-    # Add the tools as one more message, with a role that no conversation has. Without tools, the
-    # key is that of the questions alone.
+    # Add the tools as one more message, with a role that no conversation has. Without tools, only
+    # the questions determine the key.
     asked = [{"role": "tools", "content": json.dumps(tools)}] if tools else []
     return conversation_hash([*_questions(conversation), *asked])
 
@@ -334,7 +334,7 @@ class _Regeneration:
         return url
 
     def _keep_states(self, turns: Sequence[TokenTurn | None], url: str) -> None:
-        """Keep the states for the newest turn, instead of those for the turns that it extends."""
+        """Keep the newest turn's states, and drop the states of the turns that it extends."""
         *earlier, turn = turns
         if self.states is None or turn is None:
             return

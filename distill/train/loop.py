@@ -67,7 +67,7 @@ class TrainingCost:
     peak_rss_mib: float
     skipped_steps: int
     exported_step: int
-    """Step whose draft is exported: the last step, or that of the best evaluation."""
+    """Step whose draft is exported: the last step, or the step with the best evaluation."""
 
 
 def write_offline_unless_logged_in() -> None:
@@ -88,8 +88,8 @@ def _has_login() -> bool:
 def choose_precision(asked: str | None, launched: str | None, machine: Machine) -> tuple[str, str]:
     """Return (mixed precision on this machine, the line that reports it).
 
-    `asked` is the user's choice and `launched` that of `accelerate launch` (no, bf16, fp16 or fp8).
-    Each is None if there is none.
+    `asked` is the user's choice, and `launched` is set by `accelerate launch` (no, bf16, fp16 or
+    fp8). Each is None if there is none.
     """
     # fp16 is not supported: a step that overflows is skipped here, and its loss scale never falls.
     default = launched if launched and launched != "fp16" else "no"

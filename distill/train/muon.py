@@ -2,8 +2,8 @@
 
 The method and its coefficients are from Jordan et al., 2024
 (https://kellerjordan.github.io/posts/muon/). A gradient has few large singular values, which AdamW
-follows. Muon moves as far in directions that only few tokens affect, so a draft learns more from
-each label. Vectors, embeddings and output heads, with a row for each token, stay with AdamW.
+follows. Muon moves just as far in directions that only a few tokens affect, so a draft learns more
+from each label. Vectors, embeddings and output heads, with a row for each token, stay with AdamW.
 
 R = rows, C = columns of a matrix.
 """

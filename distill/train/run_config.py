@@ -184,7 +184,7 @@ class Loop:
     epochs: float | None = None
     """Number of passes over the data, instead of --loop.steps."""
     batch_size: int = 8
-    """Number of rows of --loop.sequence-length tokens per process and micro-batch."""
+    """Number of rows per process and micro-batch, each with --loop.sequence-length tokens."""
     sequence_length: int = 4096
     """Number of tokens per row, at most the target's number of positions. Train at the context
     length that you serve: a draft is poor beyond the positions it was trained on. A longer
@@ -197,7 +197,7 @@ class Loop:
     do servers: use --signal.kind model or cache.
     """
     log_every: int = 10
-    """Number of steps between log lines of metrics. The last step is always logged."""
+    """Number of steps between logged metrics. The last step is always logged."""
     eval_every: int = 200
     """Number of steps between evaluations on held-out text (alpha and tau). There is also one at
     the end. 0 disables them.
@@ -331,7 +331,7 @@ class HeadConfig(TrainConfig, Generic[Options]):
     head: Options
     start_from: Path | None = None
     """Continue training this head (a folder or hub name) instead of a new one. It must have the
-    same family and target. Its options replace those of --head.
+    same family and target. Its options replace the --head options.
     """
     init: str = ""
     """Initial weights. Default: the first kind that the family supports. `last_layer`,

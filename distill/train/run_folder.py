@@ -120,7 +120,7 @@ class RunFolder:
         """Open the run in `folder`: a new run, or the existing one if it has this config.
 
         With `overwrite`, it is a new run, which replaces an earlier run when `begin` is called.
-        `date` is that of a new run, by default today.
+        `date` is the date of a new run, by default today.
 
         Raises:
             ValueError: the folder contains a different run and `overwrite` is not set; the folder

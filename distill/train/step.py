@@ -47,7 +47,7 @@ class StepOutcome:
     tokens: int
     """Number of tokens read on all ranks, excluding padding."""
     labels: int
-    """Number of labels of all ranks and micro-batches."""
+    """Number of labels on all ranks and in all micro-batches."""
     grad_norm: float
     """Norm of the gradient before clipping. 0 for a skipped step."""
     lr: float
@@ -232,8 +232,8 @@ class Distillation:
         All ranks must call this.
         """
         state = self.accelerator.get_state_dict(self.module)
-        # The names are those of the draft, without the wrapper `DistillStep`. Ranks other than the
-        # first may get None.
+        # The keys are the draft's own names, without the prefix of the wrapper `DistillStep`. Ranks
+        # other than the first may get None.
         return {name.removeprefix("draft."): tensor for name, tensor in (state or {}).items()}
 
     def step(self, batches: Sequence[Batch], upcoming: Batch | None = None) -> StepStats:

@@ -118,7 +118,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _KnownPickles:
-    """Replacement for the module `pickle` where FSDP reads .metadata.
+    """Replacement for the module `pickle` while FSDP reads .metadata.
 
     FSDP turns errors into text, so this class keeps the refusals.
     """
