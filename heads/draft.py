@@ -187,7 +187,7 @@ class DraftStep:
 
     hidden_BTD: Tensor
     """Input of the draft's output head, after the draft's final norm if it has one. With
-    `place_BT`, it has only some rows, [B, A, D], as have the bias's code and the confidence.
+    `place_BT`, it has only some rows, [B, A, D], and so do the bias's code and the confidence.
     """
     head_WD: Tensor
     shift: int
@@ -228,7 +228,7 @@ class DraftStep:
     def logits(self, rows_N: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return the draft's logits at `rows_N` of the flattened batch, [N, W].
 
-        They are computed in `dtype`, which defaults to that of the head.
+        They are computed in `dtype`, by default the head's dtype.
         """
         # The dtypes may differ: autocast casts hidden states to a narrower dtype, and a frozen head
         # may have a narrower dtype than a trained layer.
@@ -276,7 +276,7 @@ class Draft(Protocol):
 
     @property
     def engine_output(self) -> int:
-        """Return the index of the output of vLLM's drafter that equals `DraftStep.hidden_BTD`."""
+        """Return the index of the vLLM drafter output that equals `DraftStep.hidden_BTD`."""
         ...
 
     def draft_steps(
@@ -310,7 +310,7 @@ class Draft(Protocol):
     ) -> None:
         """Write a folder that an engine can load.
 
-        `dtype` defaults to that of the module. `weights` is the state dict gathered from all ranks,
+        `dtype` defaults to the module's dtype. `weights` is the state dict gathered from all ranks,
         if they shard it. `like` is an earlier export, whose layout and additional files are kept.
         """
         ...

@@ -58,7 +58,7 @@ class Continuation:
 
 
 Keep = Callable[[list[Prompt], Callable[[], list[Continuation]]], list[Continuation]]
-"""`keep(prompts, compute)` returns the answers to a batch from an earlier run, or otherwise those
+"""`keep(prompts, compute)` returns the answers to a batch from an earlier run, or else the result
 of `compute()`.
 """
 
@@ -393,7 +393,7 @@ def forecast_prompt(
 
 
 def _of_text(rows: ComparedRows, step: DraftStep, batch: Batch) -> ComparedRows:
-    """Return the same rows, where a draft token agrees if it equals the text's token."""
+    """Return the same rows, but a draft token agrees if it equals the text's token."""
     label_BT = batch.input_ids_BT.roll(-1 - step.shift, dims=1)
     return replace(rows, agree_BT=(rows.token_BT == label_BT) & rows.mask_BT)
 

@@ -130,7 +130,7 @@ def _verify_step(
     # Flat rows: the remainder is the row within a text. The label of row 4 was drafted in row 4 -
     # shift.
     has_row_N = rows_N % length >= step.shift
-    # Where there is no draft row, any row is read, and its rates are set to 0 below.
+    # Without a draft row, any row is read, and its rates are set to 0 below.
     draft_rows_N = rows_N - step.shift * has_row_N
     rates = step_rates(step, draft_rows_N, target, temperature)
     greedy_N = rates.accept(ids_N, is_sampled=False)

@@ -64,7 +64,7 @@ REQUIRED = {
     "data": ("labels", "labels_beyond", "share_beyond"),
     "train": ("tokens_per_s", "peak_rss_mib"),
 }
-"""Required keys of a report and of each section. The section `engine` may be missing."""
+"""Required keys of a report and its sections. The section `engine` may be missing."""
 
 TEMPLATES = Path(__file__).parent / "templates"  # ours; those elsewhere extend page.html.j2
 
@@ -209,7 +209,7 @@ def _templates(template: Path, **options: Any) -> jinja2.Environment:
 def _render(
     report: dict[str, Any], template: Path, charts: Charts, extras: Mapping[str, Any]
 ) -> str:
-    # Templates test `if engine`, where a missing name would be an error.
+    # Templates test `if engine`, which would fail for a missing name.
     values = {
         "engine": None,
         **report,

@@ -55,8 +55,8 @@ class Baseline:
     limit_share: float | None
     """Time to read the weights once, as a fraction of the step time, if known."""
     speeds: int
-    """Number of distinct speeds over all rounds, which differ by more than the factor `CHANGED`. It
-    should be 1.
+    """Number of speeds over all rounds that differ by more than the factor `CHANGED`. It should be
+    1.
     """
     repeated: int
     """Number of loads that were measured again because a server changed speed."""
@@ -198,5 +198,5 @@ def measure_bandwidth() -> float:
     del buffer
     if device == "cuda":
         torch.cuda.empty_cache()  # the next server uses the free memory
-    # Take the fastest, because a limit does not depend on what other processes leave at the moment.
+    # Take the fastest, because other processes only lower the measured bandwidth.
     return BANDWIDTH_BYTES / min(times_s)

@@ -25,7 +25,7 @@ def _pays(report: Mapping[str, Any], load: str) -> alt.LayerChart:
     rows = [
         {
             "series": draft["title"],
-            # ratio = tau / step, where the unit of step is a plain step.
+            # ratio = tau / step, with the step in units of a plain step.
             "step": (entry := draft["measured"][load])["tau"] / entry["ratio"],
             "tau": entry["tau"],
             "speed": entry["ratio"],

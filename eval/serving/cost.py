@@ -170,7 +170,7 @@ class Prediction:
     tokens_per_s: float
     """Output tokens per second of all requests."""
     speedup: float
-    """Ratio of tokens_per_s to that without speculation at the same batch size."""
+    """Ratio of tokens_per_s to tokens/s without speculation at the same batch size."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,7 @@ class Candidate:
     parameters: int | None = None
     """Number of parameters in the draft's files. None if it has no files."""
     tau_forecast: float | None = None
-    """Tau that the forecast from its training predicts on the prompts of the first rounds."""
+    """Tau that the training run forecast for the prompts of the first rounds."""
     given: Sequence[float] | None = None
     """Given acceptance by position, which replaces the measured acceptance."""
     curve: Sequence[AdaptivePoint] = ()

@@ -43,7 +43,7 @@ class Plan:
     """Number of prompts per round, by number of concurrent requests."""
     max_tokens: int
     sampling: Sampling | None = GREEDY
-    """Sampling parameters. If None, those in the target's generation_config.json."""
+    """Sampling parameters. If None, the target's generation_config.json decides."""
     first: int = 0
     """Index of the first round, which determines its prompts."""
     most_repeats: int = MOST_REPEATS
@@ -276,7 +276,7 @@ def count(results: Results, name: str, concurrency: int) -> AcceptanceCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """A server's speed-up over the server without a draft, and where it comes from.
+    """A server's speed-up over the server without a draft, and its causes.
 
     Tokens/s = requests in flight * tau / step, so the speed-up is tau divided by the ratio of the
     step times.

@@ -33,7 +33,7 @@ COUNTED = {
 
 
 def target_layers(pair: Pair) -> Iterator[Finding]:
-    """Check that the target layers exist, and that `fc` reads as many as are listed."""
+    """Check that the target layers exist, and that their number matches `fc`."""
     section, place = _section(pair, pair.config)
     key = LAYERS_OF_SPECULATORS if pair.is_speculators else LAYERS
     ids = section.get(key)

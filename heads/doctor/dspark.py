@@ -1,6 +1,6 @@
 """Checks of a DSpark head.
 
-They are DFlash's checks plus those of the block layout, the Markov head and the confidence head.
+These are DFlash's checks, plus checks of the block layout, Markov head and confidence head.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ CONFIDENCE = ("confidence_head.proj.weight", "confidence_head.proj.bias")
 
 
 def layout(pair: Pair) -> Iterator[Finding]:
-    """Check that the config states whether the anchor proposes a token, where readers need it.
+    """Check that the config states whether the anchor proposes a token, if readers need it.
 
     In the `speculators` layout, every config must state it. In vLLM's layout, it must be stated
     only if the anchor proposes no token.

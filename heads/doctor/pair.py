@@ -101,7 +101,7 @@ class Pair:
     def is_as_wide(self) -> bool:
         """Whether the head was made for a target with this hidden size.
 
-        If not, the width of `fc` does not tell how many layers the head reads.
+        If not, the width of `fc` does not determine how many layers the head reads.
         """
         return self.layer_config.get("hidden_size") in (None, self.target_config.hidden_size)
 

@@ -1,6 +1,6 @@
 """Checks of a P-EAGLE head.
 
-They are EAGLE-3's checks plus those of the mask token and the masks' learned feature.
+These are EAGLE-3's checks, plus checks of the mask token and the masks' learned feature.
 """
 
 from collections.abc import Iterator

@@ -111,7 +111,7 @@ class DFlash(nn.Module):
         """Make an untrained head with the target's embeddings and output head.
 
         If `config` has no mask token, the last row of the embeddings is used. `draft_ids_W` are the
-        target ids to propose, ascending; None means all ids. `shape` defaults to that of the
+        target ids to propose, ascending; None means all ids. `shape` defaults to the shape of the
         target's layers.
 
         Raises:
@@ -430,7 +430,7 @@ def choose_anchors(
     if (shared := batch.shared) is not None:
         _, is_chosen_BT = choose_anchors(shared.whole, limit)
         is_here_Bt = is_chosen_BT[:, shared.rows_t] & shared.is_own_t
-        # Use as many anchors on each rank as on the rank with the most, for the reason given below.
+        # Use the same number of anchors on each rank (the maximum), for the reason given below.
         most = max(most_of_ranks(shared, is_chosen_BT), 1)
         return is_here_Bt.byte().topk(most, dim=1).indices.sort(dim=1).values, is_here_Bt
     has_label_BT = label_rows(batch, 1)

@@ -100,7 +100,7 @@ class Eagle3(nn.Module):
         """Make an untrained head with the target's embeddings and a copy of its output head.
 
         `draft_ids_W` are the target ids to propose, ascending; None means all ids. `shape` defaults
-        to that of the target's layers.
+        to the shape of the target's layers.
 
         Raises:
             ValueError: the target does not have these layers or ids.

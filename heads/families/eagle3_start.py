@@ -187,8 +187,8 @@ def aim(head: Eagle3, roles: Roles, token_of_DD: Tensor) -> None:
     """Set the query and key weights for their roles, and clear the values.
 
     In the fast half of the rotary pairs, which distinguishes near from far rows, a key encodes the
-    token of its row's embedding. In the slow half, which hardly rotates within some hundreds of
-    tokens, it encodes the token of its row's feature.
+    token in its row's embedding. In the slow half, which hardly rotates within a few hundred
+    tokens, it encodes the token in its row's feature.
     """
     attention, size, width = head.midlayer.self_attn, head.shape.hidden_size, roles.head_size
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)

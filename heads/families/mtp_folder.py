@@ -94,7 +94,7 @@ def _keep_shard(path: Path, names: set[str], replaced: set[str], out: Path) -> d
 
 
 def link(source: Path, copy: Path) -> None:
-    """Make `copy` a hard link to the file behind `source`, or a copy on a different disk."""
+    """Make `copy` a hard link to the file that `source` resolves to, or a copy on another disk."""
     try:
         # Both names share contents and mode. Resolve symbolic links, because the hub's cache
         # consists of them.

@@ -38,7 +38,7 @@ class Layout:
     count_key: str = "num_nextn_predict_layers"
     """Config key for the number of MTP layers."""
     engine_output: int = 0
-    """Index of the output of vLLM's drafter that follows the final norm."""
+    """Index of the vLLM drafter output that follows the final norm."""
 
     def block(self, config: Any) -> nn.Module:
         """Build the decoder layer, which uses a `Memory` for attention."""

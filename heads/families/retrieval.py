@@ -6,9 +6,9 @@ It proposes a token that followed the same tokens before (He et al., arXiv 2311.
                └─► the longest run that occurs in the target's answers ─► the majority-vote token after it ─┴─► the more
                                                                                     probable of the two is drafted
 
-This is repeated after that token, as long as the probability that all tokens so far are accepted is
-worth verifying one more row. Answers are counted beforehand, or while serving. Nothing is trained,
-and no model drafts.
+This is repeated after that token, as long as the probability that all tokens so far are accepted
+justifies verifying one more row. Answers are counted beforehand, or while serving. Nothing is
+trained, and no model drafts.
 
 R = entries of the table, N = longest run.
 """
@@ -74,7 +74,7 @@ class Config:
     """
     verify_cost: float = 0.05
     """Cost of verifying one more token, in target steps of one request. A token is drafted while it
-    raises the expected number of tokens per time (`Retrieval.propose`).
+    raises the expected number of tokens per unit of time (`Retrieval.propose`).
     """
 
     def __post_init__(self) -> None:
@@ -131,10 +131,11 @@ class Retrieval:
         Live counts propose only text of this `owner`, and none if `owner` is None. A request's own
         text is always used.
 
-        The draft ends at the greatest expected number of tokens per cost, if all requests of the
-        step draft as many: with probability p that a token and all before it are right, it is
-        drafted if p / row >= E / (1 + d row). `row` is the cost of verifying one token for every
-        request, and E - 1 the expected number of accepted tokens among the d drafted so far.
+        The draft ends at the greatest expected number of tokens per unit of cost, if all requests
+        in the step draft the same number: with probability p that a token and all before it are
+        right, it is drafted if p / row >= E / (1 + d row). `row` is the cost of verifying one token
+        for every request, and E - 1 the expected number of accepted tokens among the d drafted so
+        far.
         """
         row = min(1.0, self.config.verify_cost * num_requests)
         expected = cost = 1.0

@@ -123,7 +123,7 @@ def find_rule(model: Any) -> LogitRule:
     hidden_1TD = torch.sin(torch.arange(8 * head_VD.shape[1], device=head_VD.device).float()).view(
         1, 8, -1
     )
-    # Values up to 100, where a cap of 30 or 50 changes every logit.
+    # Scale the largest logit to 100, so that a cap of 30 or 50 changes the logits.
     hidden_1TD *= 100 / (hidden_1TD @ head_VD.float().T * rule.scale).abs().max().clamp(min=1e-6)
     hidden_1TD = hidden_1TD.to(head_VD.dtype)
 

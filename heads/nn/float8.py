@@ -1,7 +1,6 @@
 """Hidden states in 8 bits.
 
-A state has D one-byte codes (e4m3fn, arXiv 2209.05433), followed by a float32 scale, which is a
-factor of all D.
+A state has D one-byte codes (e4m3fn, arXiv 2209.05433), followed by one float32 scale for all D.
 
 Records use the same bytes (`online.records.states` decodes them without torch). X = D +
 SCALE_BYTES.

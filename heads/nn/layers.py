@@ -138,7 +138,7 @@ class RMSNorm(nn.RMSNorm):
     """x / sqrt(mean(x^2) + eps) * weight, in the dtype of x, as in the server and on a CPU.
 
     On a GPU, autocast would make input, output and residual stream float32, with twice the bytes.
-    Also, PyTorch cannot use its fused norm kernel if the weight's dtype differs from that of x.
+    Also, PyTorch cannot use its fused norm kernel if the weight's dtype differs from x's.
     """
 
     def forward(self, x: Tensor) -> Tensor:

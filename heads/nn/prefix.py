@@ -234,7 +234,7 @@ def add_own(
     wide_q = blocks.queries(q).to(range_BHN.dtype)
     scores = [_hide(blocks.products(wide_q, blocks.keys(k)) * scale, is_causal) for k in keys]
     sums = [blocks.flat(score.logsumexp(-1, keepdim=True))[..., 0] for score in scores]
-    # 2. Compute one softmax over both parts. Its log sum exp is the log sum exp over those of the
+    # 2. Compute one softmax over both parts. Its log sum exp is taken over the log sum exps of the
     # parts.
     total_BHN = torch.stack([range_BHN, *sums]).logsumexp(0)
     # The range's output is scaled to its share of the total.
@@ -541,8 +541,8 @@ def _flex_backward(
     # out = share * range_out + the own keys' part, with share = exp(range - total).
     share_BHN1 = (range_BHN.detach() - total_BHN).exp()[..., None]
     grad_range = (share_BHN1 * grad.to(wide)).to(q.dtype)
-    # The derivative of total with respect to the range's log sum exp is `share`, and so is that of
-    # out with respect to range_out.
+    # `share` is the derivative of total with respect to the range's log sum exp, and also the
+    # derivative of out with respect to range_out.
     grad_BHN = (share_BHN1 * grad.to(wide) * (range_out.detach().to(wide) - out.to(wide))).sum(-1)
     return torch.autograd.grad(
         (range_out, range_BHN), (q, k, v), (grad_range, grad_BHN.to(range_BHN.dtype))

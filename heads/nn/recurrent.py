@@ -70,8 +70,7 @@ def unroll(
             DraftStep(
                 hidden_BTD=hidden_BTD,
                 head_WD=head_WD,
-                # Step 0 has read x[t + 1] and predicts x[t + 2], which the target's row t + 1
-                # predicts.
+                # Step 0 has read x[t + 1] and predicts x[t + 2], as the target's row t + 1 does.
                 shift=k + 1,
                 mask_BT=label_rows(batch, k + 1),
                 weight=draft.config.step_decay**k,

@@ -108,7 +108,7 @@ def most_of_ranks(shared: SharedRows, mask_BT: Tensor) -> int:
 
 
 def prefixes_of(batch: Batch) -> Prefixes:
-    """Return the keys, among those of all ranks, that each row of this rank's batch attends to."""
+    """Return the keys, on all ranks, that each row of this rank's batch attends to."""
     shared = batch.shared
     if shared is None:
         return Prefixes.of(batch.document_BT)
@@ -125,7 +125,7 @@ def in_whole(batch: Batch, rows_BA: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gather_keys(shared: SharedRows | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Gather keys or values of the whole batch, [B, H, T, E], from those of this rank's rows.
+    """Gather the whole batch's keys or values, [B, H, T, E], from each rank's rows.
 
     All ranks that share the batch must call this. Their gradients are summed.
     """
