@@ -38,7 +38,7 @@ class Inbox:
         """
         self._moves[move.event] = move
         self._changed.set()
-        # If an event is posted twice, it is dealt with once, and both callers wait for that.
+        # Duplicate posts are merged, and both callers wait for the same result.
         if move.event not in self._settled:
             self._settled[move.event] = asyncio.get_running_loop().create_future()
         return self._settled[move.event]

@@ -118,8 +118,8 @@ class Judge:
         """Whether the engine rejects the tokens of a draft with good weights.
 
         For example, the engine may run the draft incorrectly. Scores of the draft cannot show that,
-        but the records contain the draft tokens that the engine accepted. The numbers behind the
-        answer are returned too.
+        but the records contain the draft tokens that the engine accepted. The supporting numbers
+        are returned too.
         """
         served = count_served(self.buffer.read(seqs), current)
         # Measured counts paired with expected ones, over the requests served by this version.

@@ -14,9 +14,9 @@ It learns from the traffic of a fleet of vLLM servers and keeps the draft up to 
     control   requests of a person         a connection              nothing
 
 One asyncio process owns the buffer. torch runs on a separate thread of it, and the other ranks
-follow that thread. Serving continues whatever happens to the learner: it only reads records that
-the servers leave behind, and reverts every swap that does not prove itself. It may be killed at any
-moment and continues where it was.
+follow that thread. Serving continues whatever happens to the learner: it only reads the records
+that servers store, and reverts a swap that fails its canary. It can be killed at any moment, and
+resumes after a restart.
 
     $ redraft learner --config learner.toml
     $ accelerate launch -m redraft.recipes.cli learner --config learner.toml      # on several GPUs

@@ -1,7 +1,7 @@
 """The learner's start.
 
-Opens the folders, registry, buffer and first version, which the learner owns while it runs, and
-checks them first.
+Check and open the folders, the registry, the buffer and the first version. The learner owns them
+while it runs.
 """
 
 from __future__ import annotations

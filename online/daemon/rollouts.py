@@ -207,7 +207,7 @@ class Rollouts:
         return back
 
     async def leave_training(self) -> None:
-        """Never publish what was trained from the previous version, even after a kill."""
+        """Never publish weights trained from the previous version, even after a kill."""
         self.inbox.post(Move(Event.BEGIN_AGAIN))
         try:
             await asyncio.to_thread(self.trainer.give_up)

@@ -1,6 +1,6 @@
 """Count the served version's drafts and accepted tokens by domain.
 
-The engine counts them where vLLM counts all drafts.
+The engine counts them at the point at which vLLM counts all drafts.
 
     scheduler: a verified draft ─► counts by domain ─► utility call ─► GET /redraft/status ─► the learner's canary
     worker: the step's output names the requests whose drafts came from another proposer: such

@@ -148,7 +148,7 @@ class Feed:
     ) -> EngineStep | None:
         """Make the step for a batch. None if it is empty.
 
-        The tensors are those of `EngineStep`.
+        The tensors are as in `EngineStep`.
         """
         if not any(batch.infos):
             return self.make_empty_step()
@@ -321,7 +321,7 @@ def find_owner(config: CaptureConfig, request: Any) -> bytes | None:
 
 
 def name_owner(tenant: str) -> bytes:
-    """Return the prefix of the names of a tenant's live counts."""
+    """Return the name prefix of a tenant's live counts."""
     return _hash(tenant)
 
 

@@ -22,9 +22,9 @@ MEMORY_STEPS = 4000  # Steps after which acceptance and times count 1/e.
 # Maximum weight of the remembered acceptance at a position, in drafts.
 MEMORY_DRAFTS = 4000
 MOST_PROBES = 128  # The newest ones count.
-# Number of drafts in a cell at which its own acceptance counts as much as that of other cells.
+# Number of drafts at which a cell's own acceptance counts as much as other cells' acceptance.
 POOL = 100
-BORROWED = 60  # Maximum number of drafts for which those at other context lengths count.
+BORROWED = 60  # Maximum weight, in drafts, of other context lengths.
 
 OFFSET, SLOPE = 0.06, 0.1
 """Prior before any measurement: log x = OFFSET + SLOPE g log2(1 + tokens), with g = 1 +
@@ -272,5 +272,5 @@ class Acceptance:
 
 
 def _pool(tally: Tally, position: int, otherwise: float) -> float:
-    """Return the rate at a position, where `otherwise` counts as much as POOL drafts."""
+    """Return the rate at a position. `otherwise` counts as much as POOL drafts."""
     return (tally.hit[position] + POOL * otherwise) / (tally.tried[position] + POOL)

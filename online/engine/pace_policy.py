@@ -12,8 +12,8 @@ the mean length of their texts.
     log x[arm] - log x[base] = mean residual of the probe - mean residual around it
 
 A residual is the log of a step's time minus the mean for its cell and base. So a probe may run
-while requests come and go, and a drift in the machine's speed cancels out. A probe in one cell says
-nearly as much about neighbouring cells, and a little about distant ones (`pace_evidence`).
+while requests come and go, and a drift in the machine's speed cancels out. A probe in one cell is
+nearly as informative for neighbouring cells, and slightly for distant ones (`pace_evidence`).
 
 Time lost in probes is paid from an account that gets SHARE of all busy time. A change of draft or
 target adds nothing, so a draft that never pays off costs no more than this share. Evidence fades,
@@ -259,7 +259,7 @@ class Policy:
         """Return the time that a step with the arm may lose, relative to a step with the base."""
         own = self.speed(cell, self.base[cell])
         # Do not use the mean, but assume that the arm is one standard error worse than estimated.
-        # For off, use what the base gains minus one standard error; otherwise, leaving an uncertain
+        # For off, use the base's gain minus one standard error; otherwise, leaving an uncertain
         # base would be too expensive.
         loss = own.mean / max(0.2, self.speed(cell, arm).at(-1)) - 1 if arm else own.at(-1) - 1
         return max(0.03, loss)

@@ -23,8 +23,9 @@ ROW_BYTES = 21  # of a row in a record, without the top-k
 
 KEPT_STATES = 64
 """Number of hidden states that a segment repeats from the previous one, so that its first rows can
-attend to them. There are fewer if they would take more than a quarter of the segment. A head whose
-layers all have a window gets as many as it reads, so it learns these rows exactly as it is served.
+attend to them. There are fewer if they would take more than a quarter of the segment. If all layers
+of a head have a window, the segment repeats every state that they read, so these rows are trained
+exactly as they are served.
 """
 
 

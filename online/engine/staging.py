@@ -227,7 +227,7 @@ def list_weights(folder: Path, shared: set[str]) -> dict[str, Tensor]:
 
 
 def count_bytes(plan: Mapping[Path, Sequence[Part]]) -> int:
-    """Return the number of bytes of memory that these parts need."""
+    """Return the memory that these parts need, in bytes."""
     return max((part.end for parts in plan.values() for part in parts), default=0)
 
 

@@ -30,8 +30,8 @@ MAX_QUEUED_STEPS steps may always wait.
 """
 
 STEP_BYTES, PART_BYTES, TOKEN_BYTES = 1024, 320, 40
-"""Host memory in bytes, rounded up: of a step's objects, of one of its parts with its numbers, and
-of one prompt token.
+"""Host memory in bytes, rounded up: for a step's objects, for one of its parts with its numbers,
+and for one prompt token.
 """
 
 REDUCED_BYTES = 4 << 20  # steps reduced together: the fixed cost of a call becomes small

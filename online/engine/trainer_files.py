@@ -78,7 +78,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")  # loads convert them; an integer means a
 
 
 def describe(entry: Mapping[str, object]) -> str:
-    """Describe the shape and kind of dtype of a tensor, from its entry in a safetensors header."""
+    """Describe a tensor's shape and dtype, from its entry in a safetensors header."""
     return f"{entry['shape']} of {'floats' if entry['dtype'] in FLOATS else entry['dtype']}"
 
 

@@ -623,7 +623,7 @@ def _require_swappable(worker: Any) -> None:
 
 
 def _is_recording_rank() -> bool:
-    """Whether this rank records: one per tensor-parallel group, where all have the same logits."""
+    """Whether this rank records. One per tensor-parallel group does: all have the same logits."""
     from vllm.distributed import get_tensor_model_parallel_rank
 
     return bool(get_tensor_model_parallel_rank() == 0 and _is_last_stage())

@@ -351,10 +351,10 @@ class Registry:
     def list_training_ends(self) -> dict[str, float]:
         """Return, for each version, the number of the last record it may have been trained on.
 
-        The numbers are those in the learner's buffer. The number is 0 for a draft that was copied
-        from elsewhere and therefore trained on none of the records, and infinite if the version
-        does not record it. These are numbers rather than times, because a clock may be set back
-        between a record's arrival and its training.
+        Numbers are sequence numbers in the learner's buffer. The number is 0 for a draft that was
+        copied from elsewhere and therefore trained on none of the records, and infinite if the
+        version does not record it. These are numbers rather than times, because a clock may be set
+        back between a record's arrival and its training.
         """
         made = {version: self._read_provenance(version) for version in self.versions()}
         return {

@@ -275,8 +275,8 @@ def _count_had(blocks_BK2: Array) -> Array:
     """Estimate the number of drafts that had a token at each position, [K].
 
     Among drafts that were rejected earlier, the share with a token at a position is assumed to be
-    the same as among the others. This is the estimator of Kaplan and Meier (1958), where a draft
-    that is too short is a censored observation.
+    the same as among the others. This is the estimator of Kaplan and Meier (1958): a draft that is
+    too short is a censored observation.
     """
     tried_K, accepted_K = blocks_BK2.sum(0).T
     had_K: Array = tried_K.copy()
@@ -392,7 +392,7 @@ class Polls:
             # If there are no drafts, an empty `by_domain` is no miscount.
             self.has_domains &= bool(now.by_domain) or not now.total.num_drafts
             for domain, one in counts.items():
-                # Counts only increase, except those of a faulty server, whose counts are not added.
+                # Counts only increase, except on a faulty server. Such counts are not added.
                 more = one.since(earlier.get(domain, zero)) or zero
                 row[domain] = row.get(domain, zero) + more
         if is_usable:

@@ -1,8 +1,7 @@
 """Watch a running fleet: the acceptance, target and draft of every server, and alarms.
 
-For the journal, counters are compared with those of the previous poll; for the alarm, with those at
-the start of a longer window. Both comparisons restart when a server restarts or receives a
-different draft.
+For the journal, counters are compared with the previous poll; for the alarm, with the start of a
+longer window. Both comparisons restart when a server restarts or receives a different draft.
 """
 
 import asyncio

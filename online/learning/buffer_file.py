@@ -162,7 +162,7 @@ class BufferFile:
         return True
 
     def find_known(self, record_ids: list[str]) -> set[str]:
-        """Return those of the record ids that are in this file."""
+        """Return the record ids that are already in this file."""
         # SQLite accepts 32,766 placeholders by default. `intake` passes at most BATCH_RECORDS at a
         # time.
         marks = ",".join("?" * len(record_ids))
@@ -203,7 +203,7 @@ class BufferFile:
     def copy(self, seqs: Iterable[int], source: "BufferFile") -> None:
         """Store records copied from another file.
 
-        Their numbers must be higher than those in this file.
+        Their numbers must be higher than the numbers in this file.
         """
         self._forget_cached()
         with transaction(self.connection):

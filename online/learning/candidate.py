@@ -249,8 +249,8 @@ class Candidate:
             num_batches=ranks * self.distillation.optim.accumulation,
             sequence_length=self.cfg.sequence_length,
             seed=seed,
-            # The seed is drawn, because seeds of steps are multiples of the number of records per
-            # step, and some multiples hardly change a choice.
+            # The seed is drawn, because step seeds are multiples of the number of records per step,
+            # and some multiples hardly change a choice.
             salt=int(rng.integers(1 << 31)),
             reads=reads,
             needed_states=self.family.needed_states(read_config(self.version)),

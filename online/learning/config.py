@@ -135,7 +135,7 @@ class BufferConfig:
     """
     max_bytes: int = 8 << 30
     """Total size of the buffer's files in bytes. If the files exceed it, the oldest records are
-    deleted, starting with those of tenants that exceed `tenant_share` of the bytes.
+    deleted, starting with records of tenants that exceed `tenant_share` of the bytes.
     """
     max_age_s: float = 7 * 86400
     """Maximum age of a record in seconds since it arrived at the learner; older records are

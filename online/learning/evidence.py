@@ -90,9 +90,9 @@ def _take_newest_requests(held_out: Index) -> list[int]:
 def name_domains(index: Index, known: Collection[str]) -> Mapping[str, str]:
     """Return the name under which each domain of the index is judged and shown.
 
-    Known domains keep their names, and so do the MAX_DOMAINS largest other domains, ranked by the
-    number of tenants and then of records. All remaining domains are named OTHER. In a fleet with
-    several tenants, a domain needs at least two of them, because any client can send
+    Known domains keep their names, and so do the MAX_DOMAINS largest other domains, ranked by
+    number of tenants and then by number of records. All remaining domains are named OTHER. In a
+    fleet with several tenants, a domain needs at least two of them, because any client can send
     X-Redraft-Domain.
     """
     pairs = Counter(zip(index["domain"].tolist(), index["tenant"].tolist(), strict=True))

@@ -1,12 +1,12 @@
 """Forget a tenant.
 
 Every record of the tenant that a learner can reach is deleted. Drafts that were trained on the
-tenant's records cannot be corrected, and are named.
+tenant's records cannot be corrected, and are listed.
 
 buffer, quarantine          overwritten
 spool, log                  emptied into the buffer, which drops these records; overwritten
 records that arrive later   dropped because of the list of forgotten tenants
-drafts                      not changed; versions that may have learned are named
+drafts                      not changed; versions that may have learned are listed
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ def store(frames: Frames, buffer: Buffer, vocab_size: int, now_s: float) -> Take
 
 
 def _batches(frames: Frames) -> Iterator[list[tuple[bytes, Record | CorruptRecordError]]]:
-    """Yield lists of at most BATCH_RECORDS frames of at most BATCH_BYTES, or of one larger frame.
+    """Yield lists of frames, limited to BATCH_RECORDS and BATCH_BYTES, or a single larger frame.
 
     The text that a segment omits also counts towards the bytes, because `Buffer.append` puts it
     into the record and its frame.

@@ -138,7 +138,7 @@ def _cut(text: TrainingSequence, sequence_length: int, top_k: int) -> TrainingSe
     A filler token is added if the last row predicts the token after them.
     """
     ids_T = text.input_ids_T
-    # A record may have a row after its last token, where no token is known.
+    # A record may have a row after its last token. That row's token is unknown.
     if len(text.rows_R) and text.rows_R.max() + 1 == len(ids_T):
         ids_T = np.append(ids_T, np.int32(FILLER))
     begin = max(0, len(ids_T) - sequence_length)

@@ -293,7 +293,7 @@ def _alpha_by_row(
 def walk_stretches(rows_R: NDArray[np.int64], accepted_JR: Array, position: int = 0) -> ByContext:
     """Return the expected drafts and accepted tokens over all stretches of consecutive rows.
 
-    A block that would extend beyond its stretch is left out. `position` is that of row 0.
+    A block that would extend beyond its stretch is left out. `position` is the position of row 0.
     """
     # One token more, because `split_by_context` also counts the prefill's token, after which the
     # first block begins. This token is the first row of the stretch.

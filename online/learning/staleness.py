@@ -194,7 +194,7 @@ def _estimate_losses(
 
 
 def _share_confidence(policy: SleepPolicy, judged: Mapping[str, Estimate]) -> float:
-    """Return the confidence per comparison that keeps the error of all at that of one."""
+    """Return the confidence per comparison that keeps the total error at one comparison's."""
     return 1 - (1 - policy.confidence) / len(judged)
 
 
@@ -242,7 +242,7 @@ class Sleep:
     def is_asleep_at(self, version: str) -> bool:
         """Whether the learner is asleep while `version` is served.
 
-        Any version other than that of the reference wakes the learner.
+        Any version other than the reference's wakes the learner.
         """
         return self.is_asleep and self.version == version
 

@@ -44,7 +44,7 @@ class Progress:
     through: int = 0
     """Records up to this number were trained on as new or skipped."""
     records: int = 0
-    """Number of records trained on as new, including those of discarded drafts; 0 without a
+    """Number of records trained on as new, including records for discarded drafts; 0 without a
     checkpoint.
     """
     skipped: int = 0

@@ -50,11 +50,10 @@ oldest connections are closed: an honest client's request arrives within millise
 connections belong to a client that waits on purpose.
 """
 
-# Maximum number of bytes of all unfinished bodies together. If it is exceeded, the oldest are
-# closed.
+# Maximum size of all unfinished bodies together, in bytes. If it is exceeded, the oldest
+# connections are closed.
 MAX_BODY_BYTES = 64 << 20
-# Maximum number of bytes counted for one body, because no more than these are kept of a longer
-# body.
+# Maximum number of bytes counted for one body. No more than these are kept of a longer body.
 HELD_BYTES = 1 << 20
 
 MIN_WAIT_S = 1.0  # connections stay open so long: in a burst honest ones wait too
@@ -281,7 +280,7 @@ class _Wait(NamedTuple):
     cycle: Any
     """Uvicorn's state of the connection's newest request; None before the first."""
     num_bytes: int = 0
-    """Number of bytes received of a body, or still to be sent of an answer."""
+    """Number of body bytes received, or of answer bytes still to be sent."""
     held_bytes: int = 0
 
 

@@ -176,7 +176,7 @@ CHANGED = (
     ),
     *("kv_transfer_params", "ec_transfer_params"),
 )
-"""Fields that change text or distribution from those of the plain target."""
+"""Fields that make text or distribution differ from the plain target's."""
 
 ZERO_IS_A_VALUE = ("logprobs", "prompt_logprobs", "thinking_token_budget")
 
@@ -231,7 +231,7 @@ def find_skip_reason(payload: Any) -> str:
     """Return why the answer to a request is not recorded.
 
     Empty if the request has one text prompt and one answer, and both belong to the plain target. A
-    field that is in none of the lists of this module is also a reason.
+    field in none of this module's lists is also a reason.
     """
     if not isinstance(payload, dict):
         return "unreadable" if payload is None else "unfit"

@@ -43,7 +43,7 @@ def scored(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def judge(random_target: Path) -> Judge:
-    # Record 3 is a second segment of the request of record 2.
+    # Record 3 is a second segment of record 2's request.
     ids = {1: "a", 2: "b", 3: "b", 4: "d", 5: "e"}
     records = {
         seq: with_states(make_record(request_id=name), random_target, "eagle3")
@@ -84,7 +84,7 @@ def test_a_draft_is_scored_once_on_a_record(
     assert [request for _, request in newer] == ["b", "d"]
     assert newer["boot", "b"] == found["boot", "b"]
     judge.score(version, [1])
-    assert scored == ["d", "a"], "what was not used the last time is scored again"
+    assert scored == ["d", "a"], "a request whose score was not used last time is scored again"
 
 
 def test_scores_are_kept_for_two_drafts_and_one_way_to_draft(

@@ -99,7 +99,7 @@ class Fleet:
     async def come_together(self) -> None:
         """Do the work of the learner's watch.
 
-        Find all servers, and push to those with a different draft.
+        Find all servers, and push to the servers with a different draft.
         """
         self.look_around()
         assert (await converge(self.members.servers, self.current, 30)).is_complete

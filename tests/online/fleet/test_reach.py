@@ -73,7 +73,7 @@ async def listening(context=None, head="204 No Content"):
 
 
 async def ask_all(url):
-    """What learner, proxy and tap say about a server."""
+    """Return the messages of learner, proxy and tap about a server."""
     async with make_client(trusted_certificates()) as http:
         with pytest.raises((UnreachableError, RefusedError)) as by_learner:
             await FleetServer(url, "token", http).status()
