@@ -9,7 +9,7 @@ published in --output/draft if its gain over the old draft is proven: the 95% in
 held-out prompts, is above 0. Otherwise, the old draft stays. --output/adapt.json contains the
 verdict, the forecasts and the interval. The best data are answers of the new target. Without
 --data.source, the new target first answers the questions of OLD's training data. All other settings
-are those of `redraft train`. After a kill, run the same command again to continue.
+are the same as for `redraft train`. After a kill, run the same command again to continue.
 """
 
 import functools

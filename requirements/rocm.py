@@ -69,7 +69,7 @@ def check_engine(versions: dict[str, str], hip: str, install: str) -> str:
 def read_hip(source: str) -> str:
     """The version of HIP in the text of torch/version.py; empty for another build.
 
-    The version of the package does not tell: builds of torch for ROCm have names such as
+    The package's version is not enough: ROCm builds of torch have versions such as
     2.9.1+git8907517.
     """
     found = re.search(r"^hip\b[^=]*= '(.+)'", source, re.MULTILINE)

@@ -2,8 +2,9 @@
 
     redraft train eagle3 --config eagle3.toml --optim.lr 3e-4
 
-Keys are those of the flags: `--optim.lr` is `lr` in the table `[optim]`. Keys that the file omits
-keep their defaults. TOML has no null, so the text "None" stands for it, as on the command line.
+Keys have the names of the flags: `--optim.lr` is `lr` in the table `[optim]`. Keys that the file
+omits keep their defaults. TOML has no null, so the text "None" stands for it, as on the command
+line.
 """
 
 import copy

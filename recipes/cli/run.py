@@ -155,7 +155,7 @@ def parse_recipe(recipe: Recipe, args: Sequence[str]) -> Any:
         SystemExit: 2 from tyro for arguments it cannot read; 0 after `--help` and `--print-config`.
     """
     for argument in args:
-        # Weights and reports cannot be written under such a name: say so before the work.
+        # Weights and reports cannot be written under such a name, so refuse it before the work.
         if any("\ud800" <= char <= "\udfff" for char in argument):
             raise ValueError(f"{argument} is not UTF-8: rename the file or folder")
     import tyro  # a tenth of a second, too long for `redraft --help`
@@ -238,12 +238,12 @@ def wrap_prose(text: str) -> str:
 
 
 def run_guarded(run: Callable[[], object]) -> int:
-    """Call `run` and return 0, or print a user's error in one line and return 2.
+    """Call `run` and return 0, or print a user error as one line and return 2.
 
     With REDRAFT_TRACEBACK=1, the error is raised instead, as defects of redraft always are.
     """
     reach_loopback(os.environ)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # not where a test captures it
+    if isinstance(sys.stdout, io.TextIOWrapper):  # not if a test captures it
         # A path or text with characters that the encoding lacks is shown escaped, so that it does
         # not end the command.
         sys.stdout.reconfigure(errors="backslashreplace")

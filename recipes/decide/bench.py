@@ -430,7 +430,7 @@ class Rounds:
 
 
 def prove_lossless(target: str, results: Results, served: str, cfg: BenchConfig) -> LosslessReport:
-    """Compare the outputs with the draft to serve with those of the target alone.
+    """Compare the target's outputs with the served draft to its outputs without a draft.
 
     Both are measured at the smallest load: in 16 bits, rounding makes the target's own outputs
     depend on the number of concurrent requests.

@@ -59,7 +59,7 @@ class Making:
     answers: str | None
     """The target's answers. None if no draft is trained or counted."""
     prompts: Path
-    """Conversations on which training runs make their forecasts: those of the first rounds."""
+    """Conversations of the first rounds, on which training runs make their forecasts."""
     made: set[Path] = field(default_factory=set)
     """Folders made by this process, so that each draft is trained only once."""
 

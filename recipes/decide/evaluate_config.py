@@ -52,7 +52,7 @@ class EvalConfig(MeasureConfig):
     seed: int = 0
     """Random seed for sampled answers."""
     batch_size: int = 16
-    """Number of prompts per pass of the target."""
+    """Number of prompts per target pass."""
     forecast: bool = True
     """Forecast the drafts with the target in this process. With --no-forecast, only the engine
     loads the target and counts. Use this for a target that needs several GPUs, with `--

@@ -4,8 +4,8 @@ $ redraft plan fleet --tokens-per-s 250000 --fraction 0.01
 $ redraft plan fleet --families eagle3 --traffic.prompt-tokens 4000
 
 No server is needed. The plugin's code encodes the records, and a real buffer stores them. The FLOPs
-are those of a training step on these records. The command does not measure time. docs/capacity.md
-explains the columns.
+are counted for a training step on these records. The command does not measure time.
+docs/capacity.md explains the columns.
 """
 
 import json

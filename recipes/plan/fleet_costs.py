@@ -144,8 +144,8 @@ def plan_learner(family: FamilyName, target: str, draft: str) -> Plan:
     plan = make_plan(PlanConfig(family=family, target=target, checkpoint=draft, signal="endpoint"))
     learner = Training()
     divergence = Divergence(name=learner.divergence)  # type: ignore[arg-type]
-    # The learner uses its own optimizer, not that of `redraft train`: with a small batch, Muon's
-    # products would dominate.
+    # The learner uses its own optimizer, not the one that `redraft train` uses: with a small batch,
+    # Muon's products would dominate.
     return replace(plan, divergence=divergence, optimizer=learner.optimizer)
 
 

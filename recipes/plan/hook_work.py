@@ -2,9 +2,9 @@
 
 The real hook is counted on a step of a production server's size.
 
-The bytes in the queue are those of the tensors that a step leaves in it. The hook's work on a GPU
-is traced with tensors that take no memory. A trace cannot look into Triton kernels, so each kernel
-counts as reading and writing its tensors once.
+The bytes in the queue are the sizes of the tensors that a step leaves in it. The hook's work on a
+GPU is traced with tensors that take no memory. A trace cannot look into Triton kernels, so each
+kernel counts as reading and writing its tensors once.
 """
 
 import itertools

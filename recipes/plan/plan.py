@@ -34,8 +34,8 @@ class PlanConfig:
     mimo-7b. Default: llama-3.1-8b; for MTP, mimo-7b, because Llama models have no MTP layer.
     """
     family: FamilyName = "eagle3"
-    """Draft family to train. Options, divergence and batch size default to those of the family's
-    command.
+    """Draft family to train. Options, divergence and batch size default to the values in the
+    family's command.
     """
     checkpoint: str = "llama-3.2-3b"
     """Standalone draft whose sizes are used (--draft.checkpoint), named as for --target."""

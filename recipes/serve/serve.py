@@ -231,7 +231,7 @@ def require_v2(
 def require_block(
     speculative: Mapping[str, Any], environment: Mapping[str, str] = os.environ
 ) -> None:
-    """Raise ValueError if this draft does not support block verification or gains nothing by it."""
+    """Raise ValueError if this draft does not support, or benefit from, block verification."""
     if speculative.get("draft_sample_method") != "probabilistic":
         raise ValueError(
             "--rejection-sample-method block has no effect on greedy draft tokens: add "

@@ -56,7 +56,7 @@ class Part:
     begins.
     """
     niceness: int = 0
-    """Nice level relative to that of this process."""
+    """Nice level relative to this process."""
     begun_s: float = 0.0
     takes_requests: bool = False
     """Whether the log may contain text that clients chose."""

@@ -49,7 +49,7 @@ class Clash:
     way_out: str = "remove the flag"
     beside: Beside = "redraft"
     counts: Callable[[str], bool] = is_on
-    """Function that tells whether this value of the flag clashes."""
+    """Function that returns whether this flag value clashes."""
     only_warns: bool = False
 
     @property

@@ -133,7 +133,7 @@ def cut_answer(tokens: Sequence[int], params: Any) -> Sequence[int]:
 
 @dataclass
 class FirstTokens:
-    """Recent hit rate of the head's first token, even where a lookup's token was verified."""
+    """Recent hit rate of the head's first token, also when a lookup's token was verified."""
 
     hits: float = 0.5
     drafts: float = 1.0

@@ -207,7 +207,7 @@ def describe_contexts(by_context: Mapping[int, AcceptanceCounts]) -> list[dict[s
 
 
 def name_context(power: int) -> str:
-    """Name the range of context lengths of a key of `split_by_context`."""
+    """Name the range of context lengths for a key of `split_by_context`."""
     return f"{power:,} to {2 * power - 1:,} tokens"
 
 
@@ -317,7 +317,7 @@ def cut_blocks(
 ) -> tuple[NDArray[np.float64], NDArray[np.int_]]:
     """(acceptance of each drafted token, [T, K]; number of tokens drafted after row t, [T]).
 
-    The arguments are those of `simulate_blocks`.
+    The arguments are as in `simulate_blocks`.
     """
     accept_TK = np.asarray(match_TK, np.float64)
     num_rows, k = accept_TK.shape

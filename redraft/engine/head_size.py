@@ -1,8 +1,8 @@
 """Attention head sizes for which PyTorch's FlexAttention launches on a GPU.
 
 PyTorch compiles FlexAttention with fixed tiles for each dtype and head size. If the tiles do not
-fit into the GPU's shared memory, the kernel cannot be launched. The numbers below are those of
-torch 2.13, compiled for RTX 4090, A100, H100 and B200.
+fit into the GPU's shared memory, the kernel cannot be launched. The numbers below come from torch
+2.13, compiled for RTX 4090, A100, H100 and B200.
 """
 
 from typing import Any

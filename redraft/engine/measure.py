@@ -28,7 +28,7 @@ STATISTICS_TIMEOUT_S = 5
 CHANGED = 1.5  # step times that differ by this factor are two speeds
 MOST_REPEATS = 2  # Maximum number of times a load is measured again because a server changed speed.
 LEAST_STEPS = 8  # Minimum number of steps in half a measurement to determine its speed.
-# Fraction of the fastest steps, which determine a half's speed, because longer drafts take longer.
+# Fraction of a half's steps, the fastest ones, that determine its speed: longer drafts take longer.
 FAST_STEPS = 0.1
 
 
@@ -155,7 +155,7 @@ def measure(
     step_s, half_step_s = time_steps([[at_s for at_s, _ in request] for request in arrivals])
     return Measurement(
         prompts=prompts,
-        # Of the times, keep only sums and medians.
+        # Keep only the sums and medians of the times.
         outputs=[replace(output, arrivals=()) for output in outputs],
         full_s=full_s,
         full_tokens=full_tokens,

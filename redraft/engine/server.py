@@ -81,11 +81,11 @@ def vllm_server(
 ) -> Iterator[VllmServer]:
     """Run a vLLM server on a free loopback port: healthy on entry, always stopped on exit.
 
-    The default dtype is that of training (`default_target_dtype`). The default mode is vLLM's own
-    on a GPU, and eager on a CPU, where compilation takes a minute. Callers that measure speed
-    choose a mode explicitly (`serving.baseline`). `cpu_cores` ("0-3") assigns cores, so that two
-    servers on one machine do not share them; by default, vLLM places both at core 0. Setting
-    `given_up` ends the wait for a healthy server.
+    The default is the training dtype (`default_target_dtype`). The default mode is vLLM's own on a
+    GPU, and eager on a CPU, where compilation takes a minute. Callers that measure speed choose a
+    mode explicitly (`serving.baseline`). `cpu_cores` ("0-3") assigns cores, so that two servers on
+    one machine do not share them; by default, vLLM places both at core 0. Setting `given_up` ends
+    the wait for a healthy server.
 
     Raises:
         ChildProcessError: the engine exited, with the engine's message, or the wait was given up.

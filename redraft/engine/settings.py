@@ -35,7 +35,7 @@ def read_settings(environment: Mapping[str, str] = os.environ) -> dict[str, Any]
 
 
 def write_settings(*settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variable with the merged settings, where later ones win.
+    """Return the variable with the merged settings; later settings win.
 
     Empty without settings.
     """

@@ -363,7 +363,7 @@ FULL_BYTES = 16 << 20
 
 @contextmanager
 def _partial_folder(folder: Path) -> Iterator[Path]:
-    """Create a temporary folder next to `folder`, which is locked as long as its writer runs.
+    """Create a temporary folder next to `folder`, locked as long as its writer runs.
 
     It is removed if the writer fails.
     """

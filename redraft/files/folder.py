@@ -151,7 +151,7 @@ def find_quantization(config: Mapping[str, Any]) -> str | None:
 
 
 def read_quantization(folder: Path) -> str | None:
-    """Apply `find_quantization` to a folder, where a ModelOpt file may also state the quantization.
+    """Apply `find_quantization` to a folder. A ModelOpt file may state the quantization too.
 
     Raises the same errors as `read_config`.
     """
@@ -384,7 +384,7 @@ def _check_weights(folder: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return a model's weight files, sorted: those in the index, the single file, or old files.
+    """Return a model's weight files, sorted: the files in the index, the single file, or old files.
 
     Raises:
         FileNotFoundError: there are no weights.

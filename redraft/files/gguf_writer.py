@@ -1,7 +1,7 @@
 """Write a draft as a GGUF file, with the tokenizer from its target's GGUF file.
 
 llama.cpp checks the names and shapes of a file's tensors, but not their meaning. The names and keys
-are those of its loaders and its converter (b10605). A test serves the files.
+follow its loaders and its converter (b10605). A test serves the files.
 """
 
 from collections.abc import Mapping, Sequence

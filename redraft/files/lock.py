@@ -97,7 +97,7 @@ def describe_missing(path: Path, error: OSError) -> str:
 
 
 def find_mount(path: Path) -> tuple[str, str]:
-    """Return (mount point, type) of the file system of a path, which need not exist yet."""
+    """Return (mount point, type) of a path's file system. The path need not exist yet."""
     found = ("/", "unknown file system")
     places = {str(place) for place in (path.resolve(), *path.resolve().parents)}
     with suppress(OSError):

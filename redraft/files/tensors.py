@@ -1,4 +1,4 @@
-"""Read a few tensors from a sharded model by name; write and load those of a head."""
+"""Read a few tensors from a sharded model by name; write and load a head's tensors."""
 
 import json
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,7 @@
 """The positions that each layer of a head attends to, and the keys for them in config.json.
 
     window W     a query at position p attends to the W keys above p - W, including its own
-    is_causal    it attends to no later key; if it is not, also to those below p + W
+    is_causal    it attends to no later key; otherwise, also to later keys below p + W
 
 This is the rule of vLLM's FlashAttention, Triton and CPU kernels, and of z-lab's code. Speculators
 trains with up to a block more at the far edge. The second line applies to the slots of a block. All
@@ -223,7 +223,7 @@ def require_trained_window(window: int | None, trained: int | None, folder: Any)
 def write_speculators(views: Sequence[View]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the keys for a DFlash or DSpark head in speculators' layout.
 
-    The first result has the keys for the section on its layers, and the second those for the top
+    The first result has the keys for the section on its layers, and the second the keys for the top
     level.
     """
     directions = {view.is_causal for view in views}
