@@ -2,8 +2,8 @@
 
     $ python -m benchmarks.studies.rows                  # eight families, 10 minutes on two cores
 
-An EAGLE-3 head learns from the shipped answers of the demo, on random targets with eight layers of
-the same kinds as in the released models. For each batch, the same target reads packed rows and one
+An EAGLE-3 head learns from the demo's shipped answers, on random targets with eight layers of the
+same kinds as in the released models. For each batch, the same target reads packed rows and one
 document per row, in alternating order. In packed rows, the states of all documents but the first
 are wrong; only the time is compared. `tokens` is the ratio of token counts that training prints at
 the start. Ratios are medians over batches, with 95% intervals.

@@ -115,9 +115,7 @@ def _read_configs(card: Path) -> list[dict[str, Any]]:
 
     try:
         configs = (metadata_load(card) or {}).get("configs")
-    except (
-        Exception
-    ):  # a document that is not a card: with different YAML, or in a different encoding
+    except Exception:  # not a dataset card: its YAML or its encoding is different
         return []
     found = configs if isinstance(configs, list) else []
     return [one for one in found if isinstance(one, dict) and one.get("data_files")]

@@ -1,6 +1,6 @@
 """Check whether a training run fits into memory, before anything is loaded.
 
-every process, on the device    the target, or with servers only embeddings and head; the draft: per weight,
+every process, on the device    the target (with servers, only embeddings and head); the draft: per weight,
                                 4 bytes, 4 of gradient, 8 of optimizer state (4 for a matrix under Muon),
                                 unless the ranks shard them
 every machine, in host memory   the target once per process on it: each reads all of it before it is moved;

@@ -434,8 +434,8 @@ class EndpointTarget:
             raise
         url = self.endpoint.url
         scored = require_choice(answer, "prompt_logprobs", url)
-        # Entry t + 1 is the distribution of row t. It contains token t + 1, if necessary as entry k
-        # + 1.
+        # Entry t + 1 is the distribution of row t. If token t + 1 is not in the top k, it is entry
+        # k + 1.
         try:
             largest = [
                 sorted(((e["logprob"], int(token)) for token, e in entry.items()), reverse=True)

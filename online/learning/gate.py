@@ -59,8 +59,8 @@ class Policy:
     """Maximum loss of tau in any judged domain. A candidate is promoted only if the lower
     confidence bound of each domain is within it. Over ten looks, a candidate that loses exactly
     this much in a domain of 20 to 100 requests passes in 8% to 27% of the cases, and one that loses
-    twice as much in none (`benchmarks/decisions.py`). A candidate that is proven to lose more than
-    this in a range of context lengths is rejected as well.
+    twice as much never passes (`benchmarks/decisions.py`). A candidate that is proven to lose more
+    than this in a range of context lengths is rejected as well.
     """
     confidence: float = 0.95
     """Confidence that no candidate without a gain is promoted, for all candidates since the last
