@@ -74,7 +74,7 @@ def estimate_gain(over_N2: Array, under_N2: Array) -> Estimate:
 
 
 def subtract_independent(one: Estimate, other: Estimate) -> Estimate:
-    """Return `one` - `other`, which were measured on different prompts (Welch 1947)."""
+    """Return `one` - `other`, measured on different prompts (Welch 1947)."""
     return sum_weighted([one, other], [1, -1])
 
 

@@ -121,7 +121,7 @@ class SharedRows:
     rows_t: Tensor
     """int64, each row's index in the whole batch."""
     is_own_t: Tensor
-    """bool; the rows that this rank trains. It only reads the others, which another rank trains."""
+    """bool; the rows that this rank trains. It only reads the others; other ranks train them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,8 +205,8 @@ class DraftStep:
     vocabulary.
     """
     extra_loss_BT: Tensor | None = None
-    """Additional unreduced loss per row (EAGLE-1's feature regression), which is masked and
-    weighted like the divergence.
+    """Additional unreduced loss per row (EAGLE-1's feature regression), masked and weighted like
+    the divergence.
     """
     bias: Bias | None = None
     """Low-rank bias that is added to the logits (DSpark's Markov head)."""

@@ -98,7 +98,7 @@ class Config:
     recovering when the time is up, there are fewer; the table shows how many.
     """
     seed: int | None = None
-    """Random seed for faults and traffic. By default, a new seed, which is printed."""
+    """Random seed for faults and traffic. By default, a new seed is drawn and printed."""
     clients: int = 8
     """Number of clients, each with one request at a time."""
     pause_s: float = 0.5

@@ -252,7 +252,7 @@ def read_course(course: Course) -> Finished:
 
 
 def run_course(course: Course) -> Finished:
-    """Return the marks of a course, which runs in a separate process unless it is finished.
+    """Return a course's marks. Unless it is finished, run it in a separate process first.
 
     Raises:
         ValueError: the course failed, after it printed the reason.

@@ -246,7 +246,7 @@ def measure(case: Case, *, rounds: int, threads: int, device: str) -> Measuremen
 
 
 def round_ratios(theirs: Sequence[float], ours: Sequence[float]) -> list[float]:
-    """Return the other side's time over ours in each round, which is our speed over theirs."""
+    """Return the other side's time over ours in each round, i.e. our speed over theirs."""
     return [other / our for other, our in zip(theirs, ours, strict=True)]
 
 

@@ -405,7 +405,7 @@ def _any_of(tokens: Collection[str]) -> re.Pattern[str]:
 
 
 def count_unprompted(messages: Sequence[Message]) -> int:
-    """Count the answers at the beginning of a conversation, which do not follow a question."""
+    """Count the answers at the beginning of a conversation, before the first question."""
     return sum(_is_answer(message) for message in messages[: _num_opening(messages)])
 
 

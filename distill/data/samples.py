@@ -86,7 +86,7 @@ class SampleStats:
     arguments: Counter[str] = field(default_factory=Counter)
     """Number of answers by the template arguments (JSON) with which a server starts them."""
     ends: Counter[str] = field(default_factory=Counter)
-    """Number of answers by stop token, which is empty for truncated answers."""
+    """Number of answers by stop token (empty for truncated answers)."""
     exact: int = 0
     """Number of answers whose token ids, and those of their prompt, come from the server."""
     foreign_ids: int = 0

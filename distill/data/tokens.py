@@ -42,7 +42,7 @@ Origin = dict[str, Any]  # everything on which the tokens depend, by its name in
 
 
 class MappedSamples(Sequence[Sample]):
-    """The samples of one part, which are read from disk when they are used.
+    """The samples of one part, read from disk when they are used.
 
     All processes on a machine share the memory.
     """
@@ -112,7 +112,7 @@ class Content:
     train: Iterable[Sample]
     held_out: Iterable[Sample]
     prompts: Callable[[], list[Prompt]]
-    """Function that builds the held-out prompts, which is called after both parts are written."""
+    """Function that builds the held-out prompts, called after both parts are written."""
     stats: SampleStats
     say: Callable[[], list[str]]
 

@@ -51,7 +51,7 @@ def join_on_cpu() -> None:
     them.
     """
     if uses_deepspeed():
-        # Set it before the first import of deepspeed, which reads it.
+        # Set it before deepspeed is first imported, because deepspeed reads it then.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         refuse_abandoned_build()
     # All instances of PartialState share one state, so the Accelerator finds this one and does not

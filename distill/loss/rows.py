@@ -63,7 +63,7 @@ def _kernels() -> Any:
 
 
 def _launch(logits_MW: Tensor) -> dict[str, int]:
-    """Return the warps per program and the columns per tile, which are a power of 2."""
+    """Return the warps per program and the columns per tile (a power of 2)."""
     width = logits_MW.shape[1]
     is_short = width * logits_MW.element_size() <= SHORT_ROW_BYTES
     threads = SHORT_ROW_THREADS if is_short else LONG_ROW_THREADS

@@ -311,7 +311,7 @@ EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided
 
 
 def count_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> int:
-    """Return the bytes that an operation reads and writes, which are 0 for a view."""
+    """Return the bytes that an operation reads and writes; 0 for a view."""
     # The schema shows which arguments are written: `copy_(Tensor(a!) self, ...)` writes the first.
     name = func._schema.name.removeprefix("aten::")
     if name in EMPTY:

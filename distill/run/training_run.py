@@ -231,7 +231,7 @@ class Run:
         sharded it during training. On all but the main process, it is None.
         """
         cfg, folder = self.cfg, self.folder
-        # Do this before `Distillation`, which may shard the draft in place.
+        # Do this before `Distillation`, because that may shard the draft in place.
         whole = self._copy(draft) if self.accelerator.is_main_process else None
         if cfg.gradient_checkpointing:
             draft.recomputes = True

@@ -17,7 +17,7 @@ TLS_FAULTS = {
     "WRONG_VERSION_NUMBER": "it speaks no TLS: give its address with http://",
 }
 """Failures that retries do not fix, each with the remedy."""
-LIST_TIMEOUT_S = 30  # for the list of models, which takes a server no time
+LIST_TIMEOUT_S = 30  # for the list of models, which a server returns at once
 
 
 class RequestRefusedError(ValueError):

@@ -128,7 +128,7 @@ def make_accelerator(
     if wandb_project:
         write_offline_unless_logged_in()
     die_with_launcher()
-    # Do this before the Accelerator, which takes over the process state made here.
+    # Do this before the Accelerator, because it takes over the process state made here.
     if not torch.cuda.is_available():
         join_on_cpu()
     accelerator = Accelerator(

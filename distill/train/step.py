@@ -57,7 +57,7 @@ class StepOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class UnreadStats(StepOutcome):
-    """A step's results, summed over this rank's micro-batches, which are still on the device."""
+    """A step's results, summed over this rank's micro-batches. They are still on the device."""
 
     loss: Tensor
     """This rank's part of the loss per label, float64 []."""
@@ -273,7 +273,7 @@ class Distillation:
         self.module.train()
         # Batches a, b and upcoming c give the pairs (a, b) and (b, c).
         for batch, following in zip(batches, [*batches[1:], upcoming], strict=True):
-            # Fetch before `start`, which drops a signal in flight.
+            # Fetch before `start`, because `start` drops a signal in flight.
             signal = self.target(batch)
             if following is not None and isinstance(self.target, OneAhead):
                 self.target.start(following)

@@ -64,7 +64,7 @@ class Prefixes:
 
     @staticmethod
     def of(document_BT: Tensor) -> Prefixes:
-        """Return the prefixes for every row of packed documents, which are concatenated.
+        """Return the prefixes for every row of packed documents, concatenated.
 
         Padding counts as one more document.
         """
