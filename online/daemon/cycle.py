@@ -350,7 +350,7 @@ class Cycle:
             self.account.disk_fault(error)
 
     async def _until_written(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of `work`, which is repeated while a disk cannot be written.
+        """Return the result of `work`, repeated while a disk cannot be written.
 
         Raises:
             FileNotFoundError, ValueError, NotFiniteError: if `work` raises it, because waiting

@@ -335,7 +335,7 @@ class Policy:
         tokens: int,
         num_reading: int,
     ) -> None:
-        """Add a step, which drafts and verifies these arms, to the recent times."""
+        """Add a step that drafts and verifies these arms to the recent times."""
         found = [self.times.find(cell, arm) if arm else (1.0, 0.0) for arm in arms]
         x, error = (sum(pair) / 2 for pair in zip(*found, strict=True))
         if not num_reading:

@@ -201,7 +201,7 @@ class Candidate:
             self.version = version
 
     def step(self, records: Sequence[Record], seed: int) -> StepStats:
-        """Take one optimizer step on the records, which are divided among the ranks.
+        """Take one optimizer step on the records, divided among the ranks.
 
         If the step does not fit into the GPU's memory, it is taken in twice as many micro-batches,
         and so are all later steps.

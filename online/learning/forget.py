@@ -35,7 +35,7 @@ class Forgotten:
 
     buffer: int
     arriving: int
-    """Number of records in the spool or the log, which are dropped on arrival."""
+    """Number of records in the spool or the log. They are dropped on arrival."""
     unattributed: int
     """Number of unreadable items that may belong to any tenant, i.e. in the quarantine and
     unreadable files.

@@ -62,7 +62,7 @@ class RecordedBatch(Batch):
 
 
 def read_signal(batch: Batch) -> TargetSignal:
-    """Return the signal for `Distillation`, which was recorded and is part of the batch."""
+    """Return the batch's recorded signal, for `Distillation`."""
     assert isinstance(batch, RecordedBatch)
     return batch.signal
 

@@ -149,7 +149,7 @@ class Learned:
     version: str = ""
 
     def read(self, line: str, *, is_served: bool) -> str:
-        """Return the news in this log line, which is empty for most lines.
+        """Return the news in this log line; empty for most lines.
 
         Until the target `is_served`, nothing listens at the server's address, so refused
         connections are not reported.

@@ -233,7 +233,7 @@ def _engine_error() -> str | None:
 
 
 def environment() -> dict[str, str]:
-    """Return date (UTC), hardware and versions, which are recorded with every measurement."""
+    """Return date (UTC), hardware and versions, to be recorded with every measurement."""
     _, gpus = _torch_devices()
     versions = {name: version for name in PACKAGES if (version := find_version(name))}
     return {

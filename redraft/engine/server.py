@@ -1,4 +1,4 @@
-"""A vLLM server for measurements, which this process starts and stops.
+"""A vLLM server for measurements, started and stopped by this process.
 
 This module imports neither torch nor vLLM.
 """

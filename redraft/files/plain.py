@@ -18,7 +18,7 @@ def open_file(path: str | Path) -> BinaryIO:
     # Without O_NONBLOCK, opening a pipe without a writer would wait forever. The check uses the
     # open file, so that nobody can replace it in between.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    # Check before `fdopen`, which fails for a folder and leaves its descriptor open.
+    # Check before `fdopen`, because that fails for a folder and leaves its descriptor open.
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", str(path))

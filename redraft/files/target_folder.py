@@ -90,7 +90,7 @@ class TargetFolder:
     def config(self) -> Any:
         """The `transformers` config.
 
-        Copy it before building a model, which would modify it. Raises the same errors as
+        Copy it before building a model, because that would modify it. Raises the same errors as
         `load_config`.
         """
         from redraft.files.checkpoint import load_config
