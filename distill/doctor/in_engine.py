@@ -253,7 +253,7 @@ def judge_acceptance(
         facts["by context"] = format_contexts(served.by_context)
     yield from find_dead(total)
     if len(known) >= MIN_PROMPTS:
-        # Keep only the prompts of both, because the others have no counterpart.
+        # Keep only prompts that both have, because the others have no counterpart.
         expected = sum((each for _, each in known), AcceptanceCounts.zero()).tau
         facts["forecast"] = (
             f"tau {expected:.3f}, published for {len(known)} of these {len(served.outputs)} prompts"
