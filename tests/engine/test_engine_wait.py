@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -80,8 +81,8 @@ def test_sleeps_grow_with_the_wait_and_begin_short_again_after_a_pause(
         slept.append(seconds)
         now_s[0] += seconds
 
-    monkeypatch.setattr(patches.time, "monotonic", lambda: now_s[0])
-    monkeypatch.setattr(patches.time, "sleep", sleep)
+    clock = SimpleNamespace(monotonic=lambda: now_s[0], sleep=sleep)
+    monkeypatch.setattr(patches, "time", clock)
     wait = patches.Sleeps()
     while now_s[0] < 1000.1:
         began_s = now_s[0]

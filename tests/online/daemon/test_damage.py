@@ -6,10 +6,12 @@ Each row of the table ends in a learner that goes on and tells, or in one line w
 from __future__ import annotations
 
 import asyncio
+import io
 import re
 import shutil
 import sqlite3
 import subprocess
+import sys
 import threading
 import time
 from contextlib import closing, contextmanager, suppress
@@ -468,7 +470,9 @@ def test_a_full_disk_pauses_the_learner_and_it_resumes_with_the_space(
 
 
 @pytest.mark.parametrize("place", ["learner", "registry"])
-def test_a_learner_that_starts_on_a_full_disk_waits_for_space(new_world, place, capsys):
+def test_a_learner_that_starts_on_a_full_disk_waits_for_space(new_world, place, monkeypatch):
+    # capsys.readouterr loses what a thread writes between its read and its truncation.
+    monkeypatch.setattr(sys, "stderr", said := io.StringIO())
     with small_disk(new_world.root / place, 8) as disk:
         fill(disk)
         started = threading.Event()
@@ -479,7 +483,7 @@ def test_a_learner_that_starts_on_a_full_disk_waits_for_space(new_world, place, 
 
         thread = threading.Thread(target=begin)
         thread.start()
-        wait_until(lambda: "disk is full" in capsys.readouterr().err)
+        wait_until(lambda: "disk is full" in said.getvalue())
         assert not started.is_set()
         (disk / "ballast").unlink()
         thread.join(PATIENCE_S)

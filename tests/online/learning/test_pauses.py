@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -84,11 +85,12 @@ def test_beside_servers_that_never_rest_it_computes_for_a_share_of_the_time(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.running, clock_s, computed_s = 2, [0.0], [0.0]
-    monkeypatch.setattr(pauses.time, "monotonic", lambda: clock_s[0])
-    monkeypatch.setattr(pauses.time, "process_time", lambda: computed_s[0])
-    monkeypatch.setattr(
-        pauses.time, "sleep", lambda seconds: clock_s.__setitem__(0, clock_s[0] + seconds)
+    clock = SimpleNamespace(  # of this module alone: threads of other tests sleep too
+        monotonic=lambda: clock_s[0],
+        process_time=lambda: computed_s[0],
+        sleep=lambda seconds: clock_s.__setitem__(0, clock_s[0] + seconds),
     )
+    monkeypatch.setattr(pauses, "time", clock)
     courteous = Pauses(lambda: [server.url])
     for _ in range(5):
         clock_s[0], computed_s[0] = clock_s[0] + 2, computed_s[0] + 2

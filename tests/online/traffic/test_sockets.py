@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import tracemalloc
+from types import SimpleNamespace
 
 import pytest
 from starlette.requests import Request
@@ -356,7 +357,7 @@ async def test_a_page_for_operators_answers_no_rebound_name():
 
 def test_a_kind_of_message_is_logged_once_a_minute(monkeypatch):
     now_s = 100.0
-    monkeypatch.setattr(sockets.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(sockets, "time", SimpleNamespace(monotonic=lambda: now_s))
     sparing = Sparing()
 
     def log(message, *args):

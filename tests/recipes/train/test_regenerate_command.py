@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 from teachers import Teacher, teaching
+from waiting import wait_until
 
 from redraft.engine.server import VllmServer
 from redraft.recipes.data import regenerate
@@ -236,8 +239,10 @@ def test_old_answers_stay_until_the_server_has_answered(
 
 
 def test_a_second_command_with_the_same_output_waits_for_the_first(
-    source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # capfd.readouterr loses what a thread writes between its read and its truncation.
+    monkeypatch.setattr(sys, "stdout", said := io.StringIO())
     asked, go_on = threading.Event(), threading.Event()
 
     class Waiting(Answering):
@@ -254,10 +259,8 @@ def test_a_second_command_with_the_same_output_waits_for_the_first(
         first = pool.submit(run)
         assert asked.wait(60)
         second = pool.submit(run)
-        said = ""
-        while "waits for another" not in said:
-            assert not second.done()
-            said += capfd.readouterr().out
+        wait_until(lambda: "waits for another" in said.getvalue())
+        assert not second.done()
         go_on.set()
         first.result(60)
         second.result(60)
