@@ -8,6 +8,7 @@ from typing import Any, Self
 import httpx
 
 from redraft.engine.proxies import describe_proxy, is_local_url, load_certificates
+from redraft.engine.running_server import read_object
 from redraft.files.printable import printable
 
 # The server is overloaded or restarting. Retries do not help with other statuses.
@@ -146,7 +147,7 @@ class Endpoint:
                     if name in failure:
                         raise ConnectionError(f"{url}: {failure}; {cure}") from None
                 continue
-            answer, status = _read(response), response.status_code
+            answer, status = read_object(response), response.status_code
             if response.is_success:
                 if answer is None:
                     kind = response.headers.get("content-type", "something else")
@@ -176,37 +177,6 @@ def _read_address(url: str) -> httpx.URL:
         shown = re.sub("//[^/]*@", "//", url)  # without a password
         raise ValueError(f"{shown!r} is not the address of a server: give it as http://HOST:PORT")
     return address
-
-
-def read_choice(answer: dict[str, Any], field: str) -> Any:
-    """Return a field of an answer's first choice; None if it is missing."""
-    try:
-        return answer["choices"][0][field]
-    except (LookupError, TypeError):
-        return None
-
-
-def require_choice(answer: dict[str, Any], field: str, url: str) -> Any:
-    """Return a field of an answer's first choice, which vLLM sends and a gateway may drop.
-
-    Raises:
-        ValueError: if it is missing.
-    """
-    if (found := read_choice(answer, field)) is None:
-        raise ValueError(
-            f"{url} sends no `{field}`, which vLLM sends: give the address of vLLM itself, not "
-            f"of a gateway in front of it"
-        )
-    return found
-
-
-def _read(response: httpx.Response) -> dict[str, Any] | None:
-    """Return the JSON object in an answer, or None if there is none."""
-    try:
-        answer = response.json()
-    except ValueError:
-        return None
-    return answer if isinstance(answer, dict) else None
 
 
 def _reason(response: httpx.Response) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from redraft.distill.signal.apart import documents
-from redraft.distill.signal.endpoint import Endpoint, require_choice
+from redraft.distill.signal.endpoint import Endpoint
 from redraft.distill.signal.endpoints import Endpoints
 from redraft.distill.signal.features_store import (
     Description,
@@ -30,6 +30,7 @@ from redraft.distill.signal.features_store import (
 from redraft.distill.signal.sources import EndpointTarget, say_once
 from redraft.distill.signal.storage import DEFAULT_STORAGE, StatesFormat, StatesLostError
 from redraft.distill.signal.transfer import host_zeros
+from redraft.engine.running_server import require_part
 from redraft.files.checkpoint import new_model
 from redraft.files.target_folder import TargetFolder
 from redraft.files.tensors import list_tensors, read_tensors
@@ -189,7 +190,7 @@ class EndpointHiddenStates(EndpointTarget):
             endpoint, last_TD, aux_TLD, prompt=prompt, prompt_logprobs=1
         )
         hidden_TD = self._norm(last_TD.to(self.head_VD.device))
-        entries = require_choice(answer, "prompt_logprobs", endpoint.url)[1:]
+        entries = require_part(endpoint.url, answer, "choices", 0, "prompt_logprobs")[1:]
         # Entry t + 1 is about token t + 1, which row t predicts, so 16 tokens have 15 rows.
         theirs_T = torch.tensor(
             [entry[str(token)]["logprob"] for entry, token in zip(entries, prompt[1:], strict=True)]

@@ -27,14 +27,10 @@ from torch import Tensor, nn
 
 from redraft.distill.launch.compiled import running_compiled
 from redraft.distill.signal.apart import documents, positions, put_back, split_documents
-from redraft.distill.signal.endpoint import (
-    Endpoint,
-    RequestRefusedError,
-    read_choice,
-    require_choice,
-)
+from redraft.distill.signal.endpoint import Endpoint, RequestRefusedError
 from redraft.distill.signal.endpoints import Endpoints
 from redraft.distill.signal.sharded import is_sharded, most_of_ranks
+from redraft.engine.running_server import find_part, require_part
 from redraft.files.progress import Progress
 from redraft.files.target_folder import TargetFolder
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal, TopKTarget, label_rows
@@ -341,7 +337,7 @@ class EndpointTarget:
             return
         asked = {"prompt": WORDS, "add_special_tokens": False, "return_token_ids": True}
         answer = await endpoint.post("/v1/completions", max_tokens=1, **asked)
-        theirs = read_choice(answer, "prompt_token_ids")
+        theirs = find_part(answer, "choices", 0, "prompt_token_ids")
         ours = target.tokenizer(WORDS, add_special_tokens=False)["input_ids"]
         if theirs not in (None, ours):
             raise ValueError(
@@ -384,7 +380,9 @@ class EndpointTarget:
                 ignore_eos=True,
                 return_token_ids=True,
             )
-            token_ids: list[int] = require_choice(answer, "token_ids", self.endpoint.url)
+            token_ids: list[int] = require_part(
+                self.endpoint.url, answer, "choices", 0, "token_ids"
+            )
             self._require_known(max(token_ids, default=0))
             return token_ids
 
@@ -433,7 +431,7 @@ class EndpointTarget:
                 ) from error
             raise
         url = self.endpoint.url
-        scored = require_choice(answer, "prompt_logprobs", url)
+        scored = require_part(url, answer, "choices", 0, "prompt_logprobs")
         # Entry t + 1 is the distribution of row t. If token t + 1 is not in the top k, it is entry
         # k + 1.
         try:

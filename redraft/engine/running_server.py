@@ -92,21 +92,15 @@ def find_server(url: str) -> RunningServer:
 
 def _get(url: str, path: str) -> dict[str, Any] | None:
     response = _send("GET", url, path)
-    try:
-        found = response.json() if response.is_success else None
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
+    return read_object(response) if response.is_success else None
 
 
 def _post(url: str, path: str, asked: dict[str, Any]) -> dict[str, Any]:
     response = _send("POST", url, path, asked)
     if not response.is_success:
         raise ValueError(f"{url}{path} answers {response.status_code}: {response.text[:200]}")
-    try:
-        found: dict[str, Any] = response.json()
-    except ValueError as error:
-        raise ValueError(f"{url}{path} did not answer with JSON") from error
+    if (found := read_object(response)) is None:
+        raise ValueError(f"{url}{path} did not answer with a JSON object")
     return found
 
 
@@ -124,8 +118,8 @@ def _ask_llama_cpp(server: RunningServer, prompt: list[int], max_tokens: int) ->
     asked = {"prompt": prompt, "n_predict": max_tokens, "temperature": 0.0, "return_tokens": True}
     # A cached prefix may contain a draft key that was computed with a different token.
     answer = _post(server.url, "/completion", {**asked, "cache_prompt": False})
-    timings = _read(server, answer, "timings")
-    token_ids = list(_read(server, answer, "tokens"))
+    timings = require_part(server.url, answer, "timings")
+    token_ids = list(require_part(server.url, answer, "tokens"))
     accepted = int(timings.get("draft_n_accepted", 0))
     # The prefill produces the first token, and every step produces one token in addition to the
     # accepted ones.
@@ -138,8 +132,8 @@ def _ask_sglang(server: RunningServer, prompt: list[int], max_tokens: int) -> Co
     sampling = {"temperature": 0.0, "max_new_tokens": max_tokens}
     asked = {"input_ids": prompt, "sampling_params": sampling}
     answer = _post(server.url, "/generate", asked)
-    info = _read(server, answer, "meta_info")
-    token_ids = list(_read(server, answer, "output_ids"))
+    info = require_part(server.url, answer, "meta_info")
+    token_ids = list(require_part(server.url, answer, "output_ids"))
     counts = [
         int(info.get(name, 0))
         for name in ("spec_verify_ct", "spec_num_correct_drafts", "spec_num_proposed_drafts")
@@ -152,7 +146,7 @@ def _ask_vllm(server: RunningServer, prompt: list[int], max_tokens: int) -> Coun
     before = parse_counts(_send("GET", server.url, "/metrics").text)
     asked |= {"temperature": 0.0, "return_token_ids": True, "cache_salt": secrets.token_hex(8)}
     answer = _post(server.url, "/v1/completions", asked)
-    token_ids = list(_read(server, answer, "choices", 0, "token_ids"))
+    token_ids = list(require_part(server.url, answer, "choices", 0, "token_ids"))
     deadline = time.monotonic() + COUNTERS_S
     while True:
         now = parse_counts(_send("GET", server.url, "/metrics").text).since(before)
@@ -175,19 +169,37 @@ def _ask_vllm(server: RunningServer, prompt: list[int], max_tokens: int) -> Coun
     return _counted(server, token_ids, *map(int, counts))
 
 
-def _read(server: RunningServer, answer: Any, *path: str | int) -> Any:
-    """Return a part of an answer that the engine sends, but a gateway in front of it may drop."""
+def read_object(response: httpx.Response) -> dict[str, Any] | None:
+    """Return the JSON object in an answer, or None if there is none."""
+    try:
+        answer = response.json()
+    except ValueError:
+        return None
+    return answer if isinstance(answer, dict) else None
+
+
+def find_part(answer: Any, *path: str | int) -> Any:
+    """Return the part of an answer at `path`; None if it is missing."""
     try:
         for key in path:
             answer = answer[key]
+        return answer
     except (LookupError, TypeError):
-        answer = None
-    if answer is None:
+        return None
+
+
+def require_part(url: str, answer: Any, *path: str | int) -> Any:
+    """Return a part of an answer that the engine sends, but a gateway in front of it may drop.
+
+    Raises:
+        ValueError: if it is missing.
+    """
+    if (found := find_part(answer, *path)) is None:
         raise ValueError(
-            f"{server.url} sends no `{path[-1]}`: give the address of the engine itself, "
-            f"not of a gateway in front of it"
+            f"{url} sends no `{path[-1]}`: give the address of the engine itself, not of a gateway "
+            "in front of it"
         )
-    return answer
+    return found
 
 
 def _counted(

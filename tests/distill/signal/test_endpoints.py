@@ -319,9 +319,9 @@ def test_a_server_with_another_name_is_named_once(
 @pytest.mark.parametrize(
     ("choices", "reason"),
     [
-        ([], "`prompt_logprobs`.*vLLM itself"),
-        ([{"text": "x"}], "`prompt_logprobs`.*vLLM itself"),
-        (None, "`prompt_logprobs`.*vLLM itself"),
+        ([], "`prompt_logprobs`.*engine itself"),
+        ([{"text": "x"}], "`prompt_logprobs`.*engine itself"),
+        (None, "`prompt_logprobs`.*engine itself"),
         ([{"prompt_logprobs": [None]}], "a form that vLLM does not use"),
         ([{"prompt_logprobs": [-1.0] * 26}], "a form that vLLM does not use"),
         ([{"prompt_logprobs": [{"the": {"logprob": -1.0}}] * 26}], "a form that vLLM does not use"),
