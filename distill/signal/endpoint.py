@@ -1,14 +1,13 @@
 """A client for one OpenAI-compatible server, with limited concurrency and retries."""
 
 import asyncio
-import re
 from types import TracebackType
 from typing import Any, Self
 
 import httpx
 
 from redraft.engine.proxies import describe_proxy, is_local_url, load_certificates
-from redraft.engine.running_server import read_object
+from redraft.engine.running_server import read_address, read_object
 from redraft.files.printable import printable
 
 # The server is overloaded or restarting. Retries do not help with other statuses.
@@ -53,7 +52,7 @@ class Endpoint:
             ValueError: if `url` is not an HTTP address, `concurrency` is less than 1, the
                 certificates cannot be read, or no header can contain the key.
         """
-        address = _read_address(url)
+        address = read_address(url)
         if concurrency < 1:
             raise ValueError(f"concurrency is {concurrency}: it must be at least 1")
         if api_key and not (api_key.isascii() and api_key.isprintable()):
@@ -165,18 +164,6 @@ class Endpoint:
             failure = f"HTTP {status}: {_reason(response)}"
         tries = f" in {self.attempts} tries" if self.attempts > 1 else ""
         raise ConnectionError(f"{url} did not answer{tries} ({failure}{describe_proxy(url)})")
-
-
-def _read_address(url: str) -> httpx.URL:
-    try:
-        address = httpx.URL(url)
-    except httpx.InvalidURL:
-        address = httpx.URL("")
-    is_port = (address.port or 0) < 1 << 16
-    if address.scheme not in ("http", "https") or not address.host or not is_port:
-        shown = re.sub("//[^/]*@", "//", url)  # without a password
-        raise ValueError(f"{shown!r} is not the address of a server: give it as http://HOST:PORT")
-    return address
 
 
 def _reason(response: httpx.Response) -> str:

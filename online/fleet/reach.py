@@ -21,10 +21,6 @@ WANTS_CERTIFICATE = (
     "it requires a certificate from clients, but redraft has none: start vLLM "
     "without --ssl-cert-reqs"
 )
-UNIX_SOCKET = (
-    "redraft connects to servers over TCP, not a Unix socket: start vLLM with --host and "
-    "--port instead of --uds"
-)
 FOREIGN = (
     "a login page answers instead: use the address behind it, or exempt /redraft/, /metrics and "
     "/v1/ from the login"

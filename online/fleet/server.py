@@ -23,8 +23,9 @@ import msgspec
 
 from redraft.engine.counters import SPEC_DECODE, find_counts, read_samples
 from redraft.engine.counts import AcceptanceCounts
+from redraft.engine.running_server import read_address
 from redraft.files.printable import printable
-from redraft.online.fleet.reach import UNIX_SOCKET, explain, explain_answer
+from redraft.online.fleet.reach import explain, explain_answer
 from redraft.online.fleet.registry import Identity, Registry
 from redraft.online.journal import Identifier
 
@@ -90,25 +91,15 @@ it cannot record, with the learner's reason for each.
 
 
 def require_address(url: str) -> None:
-    """Raise ValueError unless `url` can be the address of a server."""
-    try:
-        parts = httpx.URL(url)
-        has_port = parts.port is None or parts.port < 1 << 16
-        is_word = (
-            not any(map(str.isspace, url)) and len(url) <= 200
-        )  # it becomes an identifier of the journal
-        is_address = parts.scheme in ("http", "https") and bool(parts.host) and has_port and is_word
-        if parts.userinfo:
-            raise ValueError(
-                f"the address of {parts.host!r} contains a password, which pages would show: remove it"
-            )
-        if not is_address and (url.startswith("/") or "unix" in parts.scheme):
-            raise ValueError(f"{url!r}: {UNIX_SOCKET}")
-    except (httpx.InvalidURL, TypeError):
-        is_address = False
-    if not is_address:
+    """Raise ValueError unless `url` can be the address of a server, and contains no password."""
+    address = read_address(url)
+    if address.userinfo:
         raise ValueError(
-            f"{url!r} is not the address of a server: it must be like http://10.0.0.5:8000"
+            f"the address of {address.host!r} contains a password, which pages would show: remove it"
+        )
+    if any(map(str.isspace, url)) or len(url) > 200:  # it becomes an identifier of the journal
+        raise ValueError(
+            f"{url!r} is not the address of a server: it has spaces or over 200 characters"
         )
 
 

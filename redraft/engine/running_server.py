@@ -9,6 +9,7 @@ Requests contain token ids, and only fields that the engine supports. They run o
 because vLLM's counters cannot be split by request.
 """
 
+import re
 import secrets
 import time
 from collections.abc import Sequence
@@ -29,6 +30,10 @@ COUNTERS_S = 5.0
 client has received its tokens.
 """
 
+UNIX_SOCKET = (
+    "redraft connects to servers over TCP, not a Unix socket: start vLLM with --host and "
+    "--port instead of --uds"
+)
 LOST = "the server stopped responding"
 
 
@@ -62,6 +67,25 @@ class RunningServer:
         """
         ask = {"vllm": _ask_vllm, "sglang": _ask_sglang, "llama.cpp": _ask_llama_cpp}[self.engine]
         return ask(self, list(prompt), max_tokens)
+
+
+def read_address(url: str) -> httpx.URL:
+    """Parse the address of a server.
+
+    Raises:
+        ValueError: if it cannot be one.
+    """
+    try:
+        address = httpx.URL(url)
+    except (httpx.InvalidURL, TypeError):
+        address = httpx.URL("")
+    is_port = (address.port or 0) < 1 << 16
+    if address.scheme not in ("http", "https") or not address.host or not is_port:
+        shown = re.sub("//[^/]*@", "//", str(url))  # without a password
+        is_socket = shown.startswith("/") or "unix" in address.scheme
+        cure = UNIX_SOCKET if is_socket else "it must be like http://HOST:PORT"
+        raise ValueError(f"{shown!r} is not the address of a server: {cure}")
+    return address
 
 
 def find_server(url: str) -> RunningServer:
