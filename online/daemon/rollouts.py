@@ -17,7 +17,7 @@ from redraft.online.daemon.inbox import Inbox
 from redraft.online.daemon.state import Event, Move, SavedState
 from redraft.online.fleet.reconciler import Reconciler
 from redraft.online.fleet.registry import Registry
-from redraft.online.fleet.rollout import Outcome, Polls, measure_alone, try_canary
+from redraft.online.fleet.rollout import Finding, Outcome, Polls, measure_alone, try_canary
 from redraft.online.fleet.server import Convergence, FleetServer
 from redraft.online.fleet.watch import JournaledServer
 from redraft.online.learning.trainer import Trainer
@@ -32,7 +32,7 @@ class Rollouts:
         self.saved, self.inbox, self.account = saved, inbox, account
         self.fleet = asyncio.Lock()
         self.reconciler = Reconciler()
-        self._measured: asyncio.Task[Polls | str] | None = None
+        self._measured: asyncio.Task[Polls | tuple[Finding, str]] | None = None
 
     @property
     def current(self) -> str:

@@ -164,7 +164,7 @@ async def try_canary(
     candidate: str,
     incumbent: str,
     policy: RolloutPolicy,
-    measured: "Awaitable[Polls | str] | None" = None,
+    measured: "Awaitable[Polls | tuple[Finding, str]] | None" = None,
 ) -> Outcome:
     """Swap the candidate onto the first server that answers, and compare it with the others.
 
@@ -187,9 +187,12 @@ async def try_canary(
     # Only a fleet of one server is compared with its own earlier minutes, so it measures the
     # incumbent before the swap.
     before = None if control else await _measure_before(canary, incumbent, policy, measured)
-    if isinstance(before, str):
-        outcome = _outcome(False, f"{canary.url} before the swap: {before}", aligned)
-        return replace(outcome, is_inconclusive=_is_inconclusive(before))
+    if isinstance(before, tuple):
+        finding, reason = before
+        return replace(
+            _outcome(False, f"{canary.url} before the swap: {reason}", aligned),
+            is_inconclusive=finding is Finding.INCONCLUSIVE,
+        )
 
     swapped = await converge([canary], candidate, policy.swap_timeout_s, insist=False)
     if not swapped.is_complete:
@@ -449,35 +452,33 @@ async def _measure_before(
     canary: FleetServer,
     incumbent: str,
     policy: RolloutPolicy,
-    measured: Awaitable[Polls | str] | None,
-) -> Polls | str:
+    measured: Awaitable[Polls | tuple[Finding, str]] | None,
+) -> Polls | tuple[Finding, str]:
     """Return the earlier measurement; measure again if the server restarted or was replaced."""
-    found = "" if measured is None else await measured
-    if isinstance(found, Polls) and found.servers == [canary]:
-        return found
-    if isinstance(found, str) and _is_inconclusive(found):
+    found = None if measured is None else await measured
+    if (isinstance(found, Polls) and found.servers == [canary]) or (
+        isinstance(found, tuple) and found[0] is Finding.INCONCLUSIVE
+    ):
         return found
     return await measure_alone(canary, incumbent, policy)
 
 
-def _is_inconclusive(reason: str) -> bool:
-    return reason.startswith(Finding.INCONCLUSIVE.value)
-
-
-async def measure_alone(server: FleetServer, incumbent: str, policy: RolloutPolicy) -> Polls | str:
+async def measure_alone(
+    server: FleetServer, incumbent: str, policy: RolloutPolicy
+) -> Polls | tuple[Finding, str]:
     """Count until one server's tau is known to within half of `max_loss`, or time is up.
 
-    Return the counts, or the reason why they cannot be measured.
+    Return the counts, or why they cannot be measured.
     """
     window, polls = await Window.open([server]), Polls([server])
     if not window.began_with(server, incumbent):
-        return f"it does not serve {incumbent}"
+        return Finding.FAILED, f"it does not serve {incumbent}"
     deadline_s = time.monotonic() + policy.window_timeout_s
     while True:
         await asyncio.sleep(policy.poll_s)
         counted = await window.read()
         if server not in counted:
-            return "it restarted, lost its draft or stopped answering"
+            return Finding.FAILED, "it restarted, lost its draft or stopped answering"
         polls.add(counted)
         if polls.is_off:
             return polls
@@ -487,13 +488,10 @@ async def measure_alone(server: FleetServer, incumbent: str, policy: RolloutPoli
             if high - low < policy.max_loss:
                 return polls
         if time.monotonic() > deadline_s:
+            if has_enough or polls.is_paced:
+                return polls
             too_few = f"fewer than {policy.min_drafts} drafts in {policy.window_timeout_s:.0f} s"
-            is_known = has_enough or polls.is_paced
-            return (
-                polls
-                if is_known
-                else f"{Finding.INCONCLUSIVE.value}: {too_few}: tau {_describe(polls.total)}"
-            )
+            return Finding.INCONCLUSIVE, f"inconclusive: {too_few}: tau {_describe(polls.total)}"
 
 
 async def _compare(
@@ -551,7 +549,7 @@ async def _compare(
         if is_late and ours.is_paced and theirs.is_paced:
             return Finding.PASSED, f"too little is drafted to compare: {taus}"
         if is_lost or (is_late and not policy.keep_inconclusive):
-            return Finding.INCONCLUSIVE, f"{Finding.INCONCLUSIVE.value}: {reason}"
+            return Finding.INCONCLUSIVE, f"inconclusive: {reason}"
         # With `keep_inconclusive`, compare until the interval decides.
         if is_late:
             deadline_s = math.inf

@@ -149,7 +149,7 @@ async def test_a_lone_server_that_restarted_while_it_was_measured_is_measured_ag
         outcome = await try_canary(servers, NEW, OLD, QUICK, measured)
         assert outcome.passed, outcome.reason
         elsewhere = asyncio.ensure_future(measure_alone(servers[0], OLD, QUICK))
-        assert await elsewhere == f"it does not serve {OLD}"
+        assert await elsewhere == (Finding.FAILED, f"it does not serve {OLD}")
 
 
 @in_event_loop
