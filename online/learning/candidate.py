@@ -7,7 +7,6 @@ rank 0   Ranks.do(Candidate.step, records, seed) ──broadcast──► rank 1
 """
 
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -100,8 +99,8 @@ class Candidate:
             ),
         )
         self._machine = launch_machine(machine)
-        self.wait_for_servers: Callable[[], None] | None = None
-        """Set it if the servers compute on this device."""
+        self.wait_for_servers: Callable[[], float] | None = None
+        """Set it to `Pauses.wait` if the servers compute on this device."""
         self.paused_s = 0.0  # Seconds spent in `pause`.
         self.accelerator = make_accelerator(
             cfg.accumulation, cfg.mixed_precision, None, self._machine
@@ -176,9 +175,7 @@ class Candidate:
             return
         if self.accelerator.device.type == "cuda":
             torch.cuda.synchronize()  # or queued kernels would run during the pause
-        began_s = time.monotonic()
-        self.wait_for_servers()
-        self.paused_s += time.monotonic() - began_s
+        self.paused_s += self.wait_for_servers()
 
     def _require_attention(self, version: Path) -> None:
         config = load_text_config(self.target if self.family.is_head else version)

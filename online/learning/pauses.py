@@ -25,12 +25,14 @@ class Pauses:
 
     def __init__(self, list_urls: Callable[[], Sequence[str]]) -> None:
         self.list_urls = list_urls
-        self.paused_s = 0.0
         self._http = httpx.Client(timeout=1.0, trust_env=False)
         self._since = time.monotonic(), time.process_time()
 
-    def wait(self) -> None:
-        """Wait while a server runs requests, up to LONGEST times the preceding computation."""
+    def wait(self) -> float:
+        """Wait while a server runs requests, up to LONGEST times the preceding computation.
+
+        Return the seconds waited.
+        """
         began_s = now_s = time.monotonic()
         # The CPU time covers all threads; wall time would include the wait for records. The thread
         # that waits for a GPU spins, so it counts too.
@@ -39,8 +41,8 @@ class Pauses:
         while now_s - began_s < longest_s and any(map(self._is_busy, self.list_urls())):
             time.sleep(POLL_S)
             now_s = time.monotonic()
-        self.paused_s += now_s - began_s
         self._since = now_s, time.process_time()
+        return now_s - began_s
 
     def _is_busy(self, url: str) -> bool:
         # This is counted with --enable-server-load-tracking, and always 0 without it. /metrics is
