@@ -24,12 +24,7 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
-from redraft.online.fleet.server import (
-    FleetServer,
-    make_client,
-    require_address,
-    trusted_certificates,
-)
+from redraft.online.fleet.server import FleetServer, make_client, require_address
 from redraft.online.tokens import check_token, read_token
 
 AnyServer = TypeVar("AnyServer", bound=FleetServer)
@@ -183,7 +178,6 @@ class Members(Generic[AnyServer]):
     def __init__(self, make: Callable[[str, str, httpx.AsyncClient], AnyServer]) -> None:
         self.servers: list[AnyServer] = []
         self._make = make
-        self._certificates = trusted_certificates()
 
     def update(self, tokens: Mapping[str, str]) -> list[AnyServer]:
         """Add new servers, and remove those that are no longer listed or have a new token.
@@ -199,7 +193,7 @@ class Members(Generic[AnyServer]):
         self.servers[:] = [server for server in self.servers if server not in gone]
         for url, token in tokens.items():
             if url not in known:
-                self.servers.append(self._make(url, token, make_client(self._certificates)))
+                self.servers.append(self._make(url, token, make_client(url)))
         return gone
 
     async def aclose(self) -> None:

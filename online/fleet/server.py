@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import ssl
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
@@ -23,6 +22,7 @@ import msgspec
 
 from redraft.engine.counters import SPEC_DECODE, find_counts, read_samples
 from redraft.engine.counts import AcceptanceCounts
+from redraft.engine.proxies import load_certificates
 from redraft.engine.running_server import read_address
 from redraft.files.printable import printable
 from redraft.online.fleet.reach import explain, explain_answer
@@ -530,20 +530,12 @@ def _count_lost(capture: Mapping[str, Any]) -> dict[str, int]:
     return lost
 
 
-def trusted_certificates() -> ssl.SSLContext:
-    """Load the certificates that this machine or SSL_CERT_FILE trusts.
-
-    Share the result, because loading takes 20 ms.
-    """
-    return ssl.create_default_context()
-
-
-def make_client(certificates: ssl.SSLContext) -> httpx.AsyncClient:
+def make_client(url: str) -> httpx.AsyncClient:
     """Create a client for one server that bypasses any proxy set in the environment.
 
     A proxy would see the token, and could not reach the pods.
     """
-    return httpx.AsyncClient(verify=certificates, trust_env=False)
+    return httpx.AsyncClient(verify=load_certificates(url), trust_env=False)
 
 
 @asynccontextmanager
@@ -554,11 +546,10 @@ async def connected(
 
     `tokens` maps each address to its token.
     """
-    certificates = trusted_certificates()
     async with AsyncExitStack() as clients:
         servers = []
         for url, token in tokens.items():
-            http = await clients.enter_async_context(make_client(certificates))
+            http = await clients.enter_async_context(make_client(url))
             servers.append(FleetServer(url.rstrip("/"), token, http, registry=registry))
         yield servers
 

@@ -12,6 +12,8 @@ from contextlib import suppress
 
 import httpx
 
+from redraft.engine.proxies import load_certificates
+
 LONGEST = 3.0
 """Longest pause, as a multiple of the preceding computation. Next to servers that are never idle,
 the learner then computes for a quarter of the time.
@@ -25,7 +27,7 @@ class Pauses:
 
     def __init__(self, list_urls: Callable[[], Sequence[str]]) -> None:
         self.list_urls = list_urls
-        self._http = httpx.Client(timeout=1.0, trust_env=False)
+        self._http = httpx.Client(timeout=1.0, trust_env=False, verify=load_certificates("https:"))
         self._since = time.monotonic(), time.process_time()
 
     def wait(self) -> float:

@@ -24,6 +24,7 @@ from typing import Any
 import httpcore
 import httpx
 
+from redraft.engine.proxies import load_certificates
 from redraft.online.fleet.reach import explain, explain_answer, list_causes
 from redraft.online.records.guard import Guard
 
@@ -150,7 +151,7 @@ class Upstream:
         self.problem = ""  # why the last request did not arrive, with the cure; else empty
         self._is_told = False
         base = httpx.URL(self.url)
-        self._certificates = ssl.create_default_context()
+        self._certificates = load_certificates(self.url) or None
         self._origin = httpcore.Origin(
             base.raw_scheme, base.raw_host, base.port or (443 if base.scheme == "https" else 80)
         )

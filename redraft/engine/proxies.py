@@ -5,15 +5,14 @@ Requests to this machine bypass the proxies.
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import os
+import ssl
 from collections.abc import MutableMapping
-from typing import TYPE_CHECKING
+from typing import Literal
 from urllib.parse import urlsplit
 from urllib.request import proxy_bypass
-
-if TYPE_CHECKING:
-    import ssl
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -58,20 +57,30 @@ def describe_proxy(url: str) -> str:
     return f", through the proxy in {names[0]}; to bypass it, add {parts.hostname} to no_proxy"
 
 
-def load_certificates(url: str) -> ssl.SSLContext | bool:
-    """Load the trusted authorities, including SSL_CERT_FILE's, also for a server on this machine.
+def load_certificates(url: str) -> ssl.SSLContext | Literal[False]:
+    """Return the trusted authorities for a server, also on this machine; False without TLS.
+
+    They are those in SSL_CERT_FILE or SSL_CERT_DIR, or else certifi's, because a container may have
+    none of its own. The system's are always added, as OpenSSL finds them.
 
     Raises:
-        ValueError: if they cannot be read.
+        ValueError: if SSL_CERT_FILE or SSL_CERT_DIR cannot be read.
     """
+    return urlsplit(url).scheme == "https" and _load_authorities(
+        os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR")
+    )
+
+
+@functools.cache  # because it takes 50 ms
+def _load_authorities(*_: str | None) -> ssl.SSLContext:
     import httpx  # takes a tenth of a second: not for --help
 
-    if urlsplit(url).scheme != "https":
-        return False
     try:
-        return httpx.create_ssl_context()
+        context = httpx.create_ssl_context()
     except OSError as error:
         raise ValueError(f"SSL_CERT_FILE or SSL_CERT_DIR cannot be read: {error}") from error
+    context.load_default_certs()
+    return context
 
 
 def _variables(environment: MutableMapping[str, str], *kinds: str) -> list[str]:

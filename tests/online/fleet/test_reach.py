@@ -23,7 +23,6 @@ from redraft.online.fleet.server import (
     RefusedError,
     UnreachableError,
     make_client,
-    trusted_certificates,
 )
 from redraft.online.page.config import Page
 from redraft.online.records.guard import Guard
@@ -74,7 +73,7 @@ async def listening(context=None, head="204 No Content"):
 
 async def ask_all(url):
     """Return the messages of learner, proxy and tap about a server."""
-    async with make_client(trusted_certificates()) as http:
+    async with make_client(url) as http:
         with pytest.raises((UnreachableError, RefusedError)) as by_learner:
             await FleetServer(url, "token", http).status()
     server = Upstream(url)
@@ -173,7 +172,7 @@ async def test_a_certificate_of_ssl_cert_file_is_trusted_by_all(certificate, mon
         reply = await Upstream(url).send(HEALTH)
         assert reply.status == 204
         await reply.aclose()
-        async with make_client(trusted_certificates()) as http:
+        async with make_client(url) as http:
             assert (await http.get(url)).status_code == 204
 
 
@@ -181,7 +180,7 @@ async def test_a_certificate_of_ssl_cert_file_is_trusted_by_all(certificate, mon
 async def test_no_proxy_of_the_environment_sees_a_request_or_the_token(monkeypatch):
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, f"http://127.0.0.1:{reserve_port()}")
-    async with listening() as port, make_client(trusted_certificates()) as http:
+    async with listening() as port, make_client(f"http://127.0.0.1:{port}") as http:
         assert (await http.get(f"http://127.0.0.1:{port}")).status_code == 204
 
 
