@@ -7,8 +7,15 @@ from typing import Any
 
 import altair as alt
 
-from redraft.eval.report.acceptance_charts import COLORS, SHAPES
-from redraft.eval.report.charts import PANEL_HEIGHT, Rows, Spec, bars_with_forecast, to_spec
+from redraft.eval.report.charts import (
+    PANEL_HEIGHT,
+    Rows,
+    Spec,
+    bars_with_forecast,
+    color,
+    shape,
+    to_spec,
+)
 
 
 def build_charts(report: Mapping[str, Any]) -> dict[str, Spec]:
@@ -52,15 +59,10 @@ def _positions_by_family(families: Rows) -> alt.LayerChart:
         for position, rate in enumerate(entry["acceptance_per_position"], 1):
             rows.append({"position": position, "value": rate, "series": entry["title"]})
     title = "share of drafts accepted this far"
-    legend = alt.Legend(title=None, orient="top", columns=3)
-    # Colours repeat after a few families, and then the shapes change.
-    shapes = alt.Scale(
-        domain=names, range=[SHAPES[i // COLORS % len(SHAPES)] for i in range(len(names))]
-    )
     base = alt.Chart(alt.Data(values=rows), width="container", height=PANEL_HEIGHT).encode(
         x=alt.X("position:O", title="draft token", axis=alt.Axis(labelAngle=0)),
         y=alt.Y("value:Q", title=title, scale=alt.Scale(zero=True)),
-        color=alt.Color("series:N", scale=alt.Scale(domain=names), legend=legend),
+        color=color(names, columns=3),
         tooltip=[
             alt.Tooltip("series:N", title="head"),
             alt.Tooltip("position:O", title="draft token"),
@@ -68,9 +70,7 @@ def _positions_by_family(families: Rows) -> alt.LayerChart:
         ],
     )
     points = base.mark_point(filled=True, size=70, opacity=1)
-    return base.mark_line(strokeWidth=2.5) + points.encode(
-        shape=alt.Shape("series:N", scale=shapes, legend=legend)
-    )
+    return base.mark_line(strokeWidth=2.5) + points.encode(shape=shape(names, columns=3))
 
 
 def _gain_by_family(families: Rows) -> alt.LayerChart:

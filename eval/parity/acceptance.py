@@ -6,10 +6,8 @@ It is compared with the published forecast or with training's held-out text, or 
 import math
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
 from redraft.engine.counts import AcceptanceCounts
-from redraft.eval.intervals import estimate_gain
+from redraft.eval.intervals import estimate_tau_gain
 from redraft.heads.doctor.pair import Finding
 
 MIN_DIFFERENCE = 0.02
@@ -54,20 +52,13 @@ def find_missed_forecast(
     then equal on nearly every prompt, so even a small fault is visible. If one of them used
     bfloat16, some ties are broken differently, so only a difference in the mean counts.
     """
-    # Columns: served, expected.
-    accepted_N2, drafts_N2 = (
-        np.array(
-            [[getattr(s, name), getattr(e, name)] for s, e in zip(served, expected, strict=True)],
-            np.float64,
-        )
-        for name in ("num_accepted", "num_drafts")
+    num_apart = sum(
+        (s.num_accepted, s.num_drafts) != (e.num_accepted, e.num_drafts)
+        for s, e in zip(served, expected, strict=True)
     )
-    num_apart = int(
-        ((accepted_N2[:, 0] != accepted_N2[:, 1]) | (drafts_N2[:, 0] != drafts_N2[:, 1])).sum()
-    )
-    difference = estimate_gain(accepted_N2, drafts_N2)
+    difference = estimate_tau_gain(served, expected)
     low, high = difference.interval()
-    forecast = float(accepted_N2[:, 1].sum() / drafts_N2[:, 1].sum())
+    forecast = sum(expected, AcceptanceCounts.zero()).tau - 1
     # The difference exceeds chance, and is large enough to matter.
     in_mean = not low <= 0 <= high and abs(difference.value) >= MIN_DIFFERENCE * forecast
     if not in_mean and not (is_exact and num_apart > MAX_APART * len(served)):

@@ -11,17 +11,15 @@ from redraft.eval.report.charts import (
     Spec,
     bars_with_forecast,
     color,
-    legend,
     panel,
+    shape,
     tips,
     to_spec,
 )
 from redraft.eval.report.results import choose_common_k, find_entry, read_tau
 
 ROW_HEIGHT = 22  # height per domain and draft in the first chart, in pixels
-COLORS = 5  # of the page; drafts beyond them reuse the colours with a different shape
 COLUMNS = 4  # Of a legend.
-SHAPES = ("circle", "square", "triangle-up", "diamond")
 
 
 def build_charts(report: Mapping[str, Any]) -> dict[str, Spec]:
@@ -151,16 +149,12 @@ def _lines(points: Rows, names: Sequence[str], x_title: str, y_title: str) -> al
         tooltip=[*tips(("series:N", "draft"), ("x:O", x_title)), *_interval_tooltip(y_title)],
     )
     y = alt.Y("value:Q", title=y_title, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=5))
-    # The sixth draft has the first colour again, but the second shape.
-    shapes = alt.Scale(
-        domain=list(names), range=[SHAPES[i // COLORS % len(SHAPES)] for i in range(len(names))]
-    )
-    shape = alt.Shape("series:N", scale=shapes, legend=legend(COLUMNS) if len(names) > 1 else None)
     interval = base.mark_rule(strokeWidth=1.5, opacity=0.6).encode(y="low:Q", y2="high:Q")
     line = base.mark_line(strokeWidth=2.5).encode(y=y)
-    return (
-        interval + line + base.mark_point(filled=True, size=70, opacity=1).encode(y=y, shape=shape)
+    point = base.mark_point(filled=True, size=70, opacity=1).encode(
+        y=y, shape=shape(names, is_shown=len(names) > 1, columns=COLUMNS)
     )
+    return interval + line + point
 
 
 def _tau(entry: Mapping[str, Any]) -> dict[str, float]:

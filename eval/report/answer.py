@@ -22,16 +22,22 @@ def compose_answer(measured: Measured, report: Report) -> list[str]:
     All sentences concern the draft with the highest tau over all domains at the first temperature.
     """
     first, k = measured.temperatures[0], choose_common_k(report["results"])
-    taus = {}
-    for row in report["results"]:
-        entry = find_entry(row, k)
-        if row["domain"] is None and row["temperature"] == first and entry:
-            taus[row["draft"]] = read_tau(entry)
+    overall = {
+        (row["draft"], row["temperature"]): read_tau(entry)
+        for row in report["results"]
+        if row["domain"] is None and (entry := find_entry(row, k))
+    }
+    taus = {draft: tau for (draft, temperature), tau in overall.items() if temperature == first}
     best, *others = sorted(taus, key=lambda name: -taus[name])
     sentences = [_headline(report, best, first, k)]
     if others:
         sentences.append(_compare_with_next(measured, best, others[0], taus, first, k))
-    sentences += _at_other_temperatures(report, best, measured.temperatures[1:], k)
+    if parts := [
+        f"{overall[best, t]:.2f} at temperature {t:g}"
+        for t in measured.temperatures[1:]
+        if (best, t) in overall
+    ]:
+        sentences.append(f"Over all domains, its tokens per target step are {join_words(parts)}.")
     sentences.append(_compare_with_engine(report))
     sentences += _last_token(report, best, first)
     sentences += _other_sampling(report, best, k)
@@ -74,18 +80,6 @@ def _compare_with_next(
         f"The difference from {second} is within the interval: {ours} against {theirs} over all "
         f"domains ({interval})."
     )
-
-
-def _at_other_temperatures(
-    report: Report, best: str, temperatures: Sequence[float], k: int
-) -> Iterator[str]:
-    taus = {}
-    for row in report["results"]:
-        entry = find_entry(row, k)
-        if row["draft"] == best and row["domain"] is None and entry:
-            taus[row["temperature"]] = read_tau(entry)
-    if parts := [f"{taus[t]:.2f} at temperature {t:g}" for t in temperatures if t in taus]:
-        yield f"Over all domains, its tokens per target step are {join_words(parts)}."
 
 
 def _compare_with_engine(report: Report) -> str:

@@ -13,6 +13,8 @@ Rows = Sequence[Mapping[str, Any]]
 
 BAR_HEIGHT = 34  # Height of one horizontal bar and the gap below, in pixels.
 PANEL_HEIGHT = 220  # Height of the plot of every other chart, in pixels.
+COLORS = 5  # of the page; series beyond them reuse the colours with a different shape
+SHAPES = ("circle", "square", "triangle-up", "diamond")
 HEADROOM = 1.15  # a bar chart's scale over the highest bar: room for the number above
 
 
@@ -99,6 +101,13 @@ def color(
     """The page's colours for `names`, in this order, with a legend if `is_shown`."""
     shown = legend(columns) if is_shown else None
     return alt.Color(f"{field}:N", scale=alt.Scale(domain=list(names)), legend=shown, **options)
+
+
+def shape(names: Sequence[str], *, is_shown: bool = True, columns: int | None = None) -> alt.Shape:
+    """A shape for each of `names`: a colour that repeats comes with a different shape."""
+    shapes = [SHAPES[i // COLORS % len(SHAPES)] for i in range(len(names))]
+    shown = legend(columns) if is_shown else None
+    return alt.Shape("series:N", scale=alt.Scale(domain=list(names), range=shapes), legend=shown)
 
 
 def numbers(chart: alt.Chart, number: str = ".2f", **mark: Any) -> alt.Chart:

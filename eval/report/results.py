@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from redraft.engine.counts import AcceptanceCounts
 from redraft.engine.prompts import Prompt, domains
 from redraft.eval.forecast.teacher_forced import PromptRows, Rows
-from redraft.eval.intervals import estimate_gain, estimate_ratio
+from redraft.eval.intervals import Estimate, estimate_gain, estimate_ratio
 
 Array = NDArray[np.float64]
 
@@ -100,6 +100,7 @@ def _build_entries(
         forecast = rows if rows and k in rows[0].counts else None
         counted = measured.engine.get((draft, temperature, k))
         engine = [counted[i] for i in chosen] if counted else None
+        longest = forecast if forecast and k == max(forecast[0].counts) else []
         if forecast or engine:
             entries.append(
                 {
@@ -110,8 +111,8 @@ def _build_entries(
                     else None,
                     "other_sample_method": _summarise_other(forecast, k, "other_counts"),
                     "block_verification": _summarise_other(forecast, k, "block_counts"),
-                    "adaptive": _summarise_adaptive(forecast or [], k),
-                    "by_context": _summarise_contexts(forecast or [], k),
+                    "adaptive": _summarise_adaptive(longest),
+                    "by_context": _summarise_contexts(longest),
                 }
             )
     return entries
@@ -133,10 +134,8 @@ def _summarise_forecast(rows: Sequence[PromptRows], k: int) -> dict[str, Any]:
     }
 
 
-def _summarise_adaptive(rows: Sequence[PromptRows], k: int) -> list[dict[str, float]]:
-    """Return tau and verified rows per step by threshold; empty unless k is the largest one."""
-    if not rows or k != max(rows[0].counts):
-        return []
+def _summarise_adaptive(rows: Sequence[PromptRows]) -> list[dict[str, float]]:
+    """Return tau and verified rows per step by threshold, with the largest measured k."""
     points = []
     for same in zip(*(row.adaptive for row in rows), strict=True):
         steps = sum(one.num_steps for one in same)
@@ -150,10 +149,8 @@ def _summarise_adaptive(rows: Sequence[PromptRows], k: int) -> list[dict[str, fl
     return points
 
 
-def _summarise_contexts(rows: Sequence[PromptRows], k: int) -> list[dict[str, float]]:
-    """Return tau per step by context length; empty unless k is the largest measured k."""
-    if not rows or k != max(rows[0].counts):
-        return []
+def _summarise_contexts(rows: Sequence[PromptRows]) -> list[dict[str, float]]:
+    """Return tau per step by context length, with the largest measured k."""
     found = []
     for power in sorted({power for row in rows for power in row.by_context}):
         same = [row.by_context[power] for row in rows if power in row.by_context]
@@ -181,11 +178,9 @@ def _summarise_other(
     counts = [(getattr(row, name)[k], row.counts[k]) for row in rows]
     over_N2 = np.array([(other.num_accepted, served.num_accepted) for other, served in counts])
     under_N2 = np.array([(other.num_steps, served.num_steps) for other, served in counts])
-    gain = estimate_gain(over_N2, under_N2)
-    low, high = gain.interval(bounds=(-float(k), float(k)))
     return {
         "tau": _rounded(1 + _ratio(over_N2[:, 0].sum(), under_N2[:, 0].sum())),
-        "gain": {"value": _rounded(gain.value), "low": _rounded(low), "high": _rounded(high)},
+        "gain": _with_interval(estimate_gain(over_N2, under_N2), -k, k),
     }
 
 
@@ -210,14 +205,15 @@ def _with_intervals(
 
     `most` is the largest possible value of each quantity; the smallest is 0.
     """
-    summaries = []
-    for over_N, under_N, highest in zip(over_NM.T, under_NM.T, most, strict=True):
-        estimate = estimate_ratio(over_N, under_N)
-        low, high = estimate.interval(bounds=(0.0, highest))
-        summaries.append(
-            {"value": _rounded(estimate.value), "low": _rounded(low), "high": _rounded(high)}
-        )
-    return summaries
+    return [
+        _with_interval(estimate_ratio(over_N, under_N), 0.0, highest)
+        for over_N, under_N, highest in zip(over_NM.T, under_NM.T, most, strict=True)
+    ]
+
+
+def _with_interval(estimate: Estimate, least: float, most: float) -> dict[str, float]:
+    low, high = estimate.interval(bounds=(least, most))
+    return {"value": _rounded(estimate.value), "low": _rounded(low), "high": _rounded(high)}
 
 
 def _summarise_engine(
@@ -256,17 +252,13 @@ def _compare_with_engine(
     over_N2 = np.column_stack([accepted_NK.sum(1), [c.num_accepted for c in counts]]).astype(float)
     under_N2 = np.column_stack([forecast_drafts_N, [c.num_drafts for c in counts]]).astype(float)
     forecast, engine = over_N2.sum(0) / np.maximum(under_N2.sum(0), 1)
-    low, high = estimate_gain(over_N2, under_N2).interval(bounds=(-float(k), float(k)))
+    difference = _with_interval(estimate_gain(over_N2, under_N2), -k, k)
     # Both are tau - 1, so the error is a share of the engine's tau.
     error = (forecast - engine) / (1 + engine)
-    by_chance = temperature > 0 and low <= 0 <= high
+    by_chance = temperature > 0 and difference["low"] <= 0 <= difference["high"]
     return {
         "forecast_error": _rounded(error),
-        "difference": {
-            "value": _rounded(forecast - engine),
-            "low": _rounded(low),
-            "high": _rounded(high),
-        },
+        "difference": difference,
         "diverges": bool(abs(error) > MAX_DIFFERENCE and not by_chance),
     }
 

@@ -5,8 +5,7 @@ from typing import Any
 
 import altair as alt
 
-from redraft.eval.report.acceptance_charts import COLORS, SHAPES
-from redraft.eval.report.charts import PANEL_HEIGHT, Rows, Spec, panel, tips, to_spec
+from redraft.eval.report.charts import PANEL_HEIGHT, Rows, Spec, color, panel, shape, tips, to_spec
 
 TALL = 1.6 * PANEL_HEIGHT
 
@@ -75,11 +74,4 @@ def _series(rows: Rows) -> dict[str, Any]:
     Colours repeat after a few drafts, with a different shape.
     """
     names = list(dict.fromkeys(row["series"] for row in rows))
-    shapes = alt.Scale(
-        domain=names, range=[SHAPES[i // COLORS % len(SHAPES)] for i in range(len(names))]
-    )
-    legend = alt.Legend(title=None, orient="top", columns=2)
-    return {
-        "color": alt.Color("series:N", scale=alt.Scale(domain=names), legend=legend),
-        "shape": alt.Shape("series:N", scale=shapes, legend=legend),
-    }
+    return {"color": color(names, columns=2), "shape": shape(names, columns=2)}

@@ -16,7 +16,7 @@ from redraft.engine.lossless import Difference, Lossless
 from redraft.engine.sampling import Sampling
 from redraft.eval.report.page import TEMPLATES, charts_of, write_page
 from redraft.eval.serving.baseline import Baseline
-from redraft.eval.serving.cost import AdaptivePrediction, Prediction
+from redraft.eval.serving.cost import AdaptivePrediction, Prediction, count_requests
 from redraft.eval.serving.prediction import Choice
 from redraft.eval.serving.rounds import Compared, Results, compare
 from redraft.files.artifact import write_whole
@@ -212,10 +212,6 @@ def write_bench(folder: Path, report: BenchReport) -> Path:
             "sampling_words": describe_sampling(report.settings),
         },
     )
-
-
-def count_requests(load: int | str) -> str:
-    return f"{load} request{'' if int(load) == 1 else 's'}"
 
 
 def describe_ratio(ratio: float, interval: Sequence[float] | None) -> str:

@@ -122,8 +122,8 @@ class StepCosts:
         return num_speculative_tokens * _line(self.draft_s, batch_size)
 
 
-def _requests(count: int) -> str:
-    return f"{count} request{'' if count == 1 else 's'}"
+def count_requests(load: int | str) -> str:
+    return f"{load} request{'' if int(load) == 1 else 's'}"
 
 
 def _draft_step_s(
@@ -268,8 +268,11 @@ class Advice:
         if best == ["off"]:
             return f"speculation does not pay at any batch size up to {last.last}: leave it off"
         if not bounded:
-            return f"best {best[0]} up to {_requests(last.last)}, the most that was measured"
-        limits = [f"up to {_requests(bounded[0].last)}", *(f"up to {r.last}" for r in bounded[1:])]
+            return f"best {best[0]} up to {count_requests(last.last)}, the most that was measured"
+        limits = [
+            f"up to {count_requests(bounded[0].last)}",
+            *(f"up to {r.last}" for r in bounded[1:]),
+        ]
         limits.append(f"above {bounded[-1].last}")
         sentence = ", ".join(f"{k} {limit}" for k, limit in zip(best, limits, strict=True))
         return sentence if best[0] == "off" else f"best {sentence}"
