@@ -83,7 +83,7 @@ def make_lookups(making: Making) -> Iterator[Candidate]:
         ]
         run_once(counted, counted / "config.json", command, making)
         config = DraftSource(source=str(counted)).speculative()
-        yield Candidate(RETRIEVAL, "counted answers", config, LOOKUP_TOKENS[RETRIEVAL])
+        yield Candidate(RETRIEVAL, LOOKUP_TITLES[RETRIEVAL], config, LOOKUP_TOKENS[RETRIEVAL])
 
 
 def make_trained(making: Making, names: Sequence[str]) -> Iterator[Candidate]:

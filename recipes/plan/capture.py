@@ -8,14 +8,12 @@ the bytes that the hook leaves in the queue, the bytes that it moves on the GPU,
 that it launches. It does not measure time.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from redraft.distill.train.run_config import require_least
-from redraft.files.artifact import write_whole
-from redraft.files.replaced import require_apart
 from redraft.heads.family import NUM_TOKENS
+from redraft.recipes.plan.plan import print_report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,20 +36,6 @@ class CapturePlanConfig:
 
 
 def main(cfg: CapturePlanConfig) -> None:
-    # Imported here, because they import torch.
-    from redraft.distill.plan.sizes import find_sizes
-    from redraft.recipes.plan.hook_work import count_work, format_work
+    from redraft.recipes.plan.hook_work import report  # here, because it imports torch
 
-    require_apart(cfg.json, cfg)
-    target = find_sizes(cfg.target).get_text_config()
-    rows = list(
-        count_work(
-            requests=cfg.requests,
-            vocabularies=(target.vocab_size,),
-            num_drafts=cfg.num_speculative_tokens,
-            hidden_size=target.hidden_size,
-        )
-    )
-    print(*format_work(rows), sep="\n")
-    if cfg.json is not None:
-        write_whole(cfg.json, json.dumps(rows, indent=2) + "\n")
+    print_report(cfg, report)

@@ -8,13 +8,11 @@ are counted for a training step on these records. The command does not measure t
 docs/capacity.md explains the columns.
 """
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from redraft.files.artifact import write_whole
-from redraft.files.replaced import require_apart
 from redraft.heads.catalog import FamilyName, find_family
+from redraft.recipes.plan.plan import print_report
 from redraft.recipes.plan.traffic import Traffic
 
 
@@ -47,8 +45,4 @@ class FleetPlanConfig:
 def main(cfg: FleetPlanConfig) -> None:
     from redraft.recipes.plan.fleet_costs import report  # here, because it imports torch
 
-    require_apart(cfg.json, cfg)
-    lines, numbers = report(cfg)
-    print(*lines, sep="\n")
-    if cfg.json is not None:
-        write_whole(cfg.json, json.dumps(numbers, indent=2) + "\n")
+    print_report(cfg, report)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from redraft.distill.plan.operations import Operation, add_up
+from redraft.distill.plan.sizes import find_sizes
 from redraft.distill.plan.weightless import Count, size_bytes
 from redraft.online.engine import one_pass
 from redraft.online.engine.capture import Capture
@@ -28,6 +29,7 @@ from redraft.online.engine.feed import Batch, Feed
 from redraft.online.engine.request_log import RequestInfo
 from redraft.online.engine.steps import EngineStep
 from redraft.online.records.record import Sampling
+from redraft.recipes.plan.capture import CapturePlanConfig
 
 STATES = {"standalone": 0, "eagle1, mtp": 1, "eagle3, peagle": 3, "dflash, dspark": 5}
 """Number of hidden states per token that the hook copies, by draft family. Block drafters usually
@@ -35,6 +37,20 @@ read five layers.
 """
 
 SCANNED, COPIED, DRAFTED = "top-k and log-sum-exp", "hidden states", "draft probabilities"
+
+
+def report(cfg: CapturePlanConfig) -> tuple[list[str], list[dict[str, Any]]]:
+    """Return the report in words, and the numbers for JSON."""
+    target = find_sizes(cfg.target).get_text_config()
+    rows = list(
+        count_work(
+            requests=cfg.requests,
+            vocabularies=(target.vocab_size,),
+            num_drafts=cfg.num_speculative_tokens,
+            hidden_size=target.hidden_size,
+        )
+    )
+    return list(format_work(rows)), rows
 
 
 def count_work(

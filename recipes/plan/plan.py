@@ -14,9 +14,10 @@ is --optim.name.
 
 import json
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from redraft.distill.plan.choices import ShardingKind, SignalKind
 from redraft.distill.train.run_config import require_least
@@ -110,6 +111,11 @@ class PlanConfig:
 def main(cfg: PlanConfig) -> None:
     from redraft.recipes.plan.count import report  # here, because it imports torch
 
+    print_report(cfg, report)
+
+
+def print_report(cfg: Any, report: Callable[[Any], tuple[Sequence[str], object]]) -> None:
+    """Print the lines of a report, and write its numbers to `cfg.json` if that is set."""
     require_apart(cfg.json, cfg)
     lines, numbers = report(cfg)
     print(*lines, sep="\n")

@@ -37,6 +37,7 @@ from redraft.recipes.serve.vllm_flags import (
     SHARED_COUNTS,
     Beside,
     is_many,
+    is_on,
     list_warnings,
     read_flags,
     require_agreement,
@@ -213,8 +214,7 @@ def speculative_config(cfg: ServeConfig) -> dict[str, Any]:
 
 def schedules_ahead(cfg: ServeConfig) -> bool:
     """Whether the user asks for asynchronous scheduling, which vLLM disables for a lookup."""
-    value = read_flags(cfg.vllm_args).get("async_scheduling", "false")
-    return value.lower() not in ("0", "false")
+    return is_on(read_flags(cfg.vllm_args).get("async_scheduling", "false"))
 
 
 def require_v2(
