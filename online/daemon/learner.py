@@ -28,6 +28,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ from redraft.online.learning.buffer_file import BufferFullError
 from redraft.online.learning.candidate import Candidate, Ranks
 from redraft.online.learning.clock import SteadyClock
 from redraft.online.learning.forget import Forgotten, Reach
-from redraft.online.learning.intake import Spool, Sums, Taken, add_acceptance
+from redraft.online.learning.intake import Spool, Sums, add_acceptance
 from redraft.online.learning.pauses import Pauses
 from redraft.online.learning.trainer import Trainer
 from redraft.online.page.app import build_app, serve_in_background
@@ -169,10 +170,14 @@ class Learner:
         self.clock = SteadyClock(
             last_s=buffer.last_arrival_s(), max_gap_s=buffer.config.max_age_s / 2
         )
-        self._stream = (
-            open_stream(cfg, buffer, self.vocab_size, self.clock.now_s) if cfg.ingest else None
+        now_s = self.clock.now_s
+        self._reach = Reach(
+            buffer=buffer,
+            registry=cycle.registry,
+            spool=Spool(cfg.spool, buffer, self.vocab_size) if cfg.spool else None,
+            stream=open_stream(cfg, buffer, self.vocab_size, now_s) if cfg.ingest else None,
+            now_s=now_s,
         )
-        self._spool = Spool(cfg.spool, buffer, self.vocab_size) if cfg.spool else None
 
     async def run(self) -> None:
         """Run until cancelled.
@@ -216,7 +221,7 @@ class Learner:
             # `_forget` holds this lock while it drains, because two readers would take records from
             # each other.
             async with self._intake:
-                taken = await self._take()
+                taken = await self._reach.take()
         except OSError as error:
             self.account.begin_fault(
                 _name_fault(error), str(error.errno), error.strerror or str(error)
@@ -228,12 +233,6 @@ class Learner:
         for key, accepted in taken.accepted.items():
             add_acceptance(self._accepted, key, accepted)
         return 0 if taken.counts else INGEST_POLL_S
-
-    async def _take(self) -> Taken:
-        if self._stream is not None:
-            return await self._stream.take()
-        assert self._spool is not None
-        return await asyncio.to_thread(self._spool.take, self.clock.now_s())
 
     # -----------------------------------------------------------------------------------------------
     # watch
@@ -376,9 +375,9 @@ class Learner:
     def _journal_buffer(self) -> None:
         while self.buffer.damage:
             self.account.fault("buffer_damaged", self.buffer.damage.pop(0))
-        while self._stream is not None and self._stream.faults:
-            name, reason = self._stream.faults.pop(0)
-            self._report_off(name, "log", self._stream.ingest, reason)
+        while (stream := self._reach.stream) is not None and stream.faults:
+            name, reason = stream.faults.pop(0)
+            self._report_off(name, "log", stream.ingest, reason)
         status, now_s = self.buffer.status(), self.clock.now_s()
         if self.clock.problem:
             self.account.begin_fault("clock_jumped", "wall", self.clock.problem)
@@ -448,14 +447,7 @@ class Learner:
 
     async def _forget(self, tenant: str, *, is_dry: bool) -> Forgotten:
         async with self._intake:
-            reach = Reach(
-                buffer=self.buffer,
-                registry=self.rollouts.registry,
-                spool=self._spool,
-                stream=self._stream,
-                through=self.trainer.progress.through,
-                now_s=self.clock.now_s,
-            )
+            reach = replace(self._reach, through=self.trainer.progress.through)
             if is_dry:
                 return await asyncio.to_thread(reach.preview, tenant)
             forgotten = await reach.forget(tenant)

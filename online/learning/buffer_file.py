@@ -327,14 +327,8 @@ def named_disk_full() -> Iterator[None]:
     """Raise BufferFullError for each of the ways in which a full disk can be reported."""
     try:
         yield
-    except OSError as error:
-        if is_full(error):
-            raise BufferFullError(
-                errno.ENOSPC, f"the buffer cannot be written ({error}): free disk space"
-            ) from error
-        raise
-    except sqlite3.OperationalError as error:
-        if _primary_code(error) in _CANNOT_WRITE:
+    except (OSError, sqlite3.OperationalError) as error:
+        if is_full(error) or _primary_code(error) in _CANNOT_WRITE:
             raise BufferFullError(
                 errno.ENOSPC, f"the buffer cannot be written ({error}): free disk space"
             ) from error
@@ -390,7 +384,7 @@ def _paths(path: Path) -> list[Path]:
     return [path, path.with_name(f"{path.name}-journal")]
 
 
-def _primary_code(error: sqlite3.Error) -> int:
+def _primary_code(error: Exception) -> int:
     # The low byte is the error class: SQLITE_IOERR_WRITE is 778 = 3 << 8 | 10, and 10 is
     # SQLITE_IOERR.
     return getattr(error, "sqlite_errorcode", 0) & 0xFF

@@ -109,13 +109,14 @@ class Reach:
         with suppress(FileNotFoundError):  # no server has made the spool yet
             # Adding counters drops zeros, so a read without records has no counts and ends the
             # loop.
-            while (taken := await self._take()).counts and time.monotonic() < until_s:
+            while (taken := await self.take()).counts and time.monotonic() < until_s:
                 drained += taken
         if self.spool is not None:
             drained.counts["unattributed"] = await asyncio.to_thread(self.spool.erase_unattributed)
         return drained
 
-    async def _take(self) -> Taken:
+    async def take(self) -> Taken:
+        """Ingest the records that wait in the spool or the log."""
         if self.stream is not None:
             return await self.stream.take()
         assert self.spool is not None

@@ -145,8 +145,7 @@ def judge(
         ValueError: the sequences differ in length, a count of the incumbent is negative or not
             finite, or `look` is below 1.
     """
-    if look < 1:
-        raise ValueError(f"look must be at least 1, got {look}")
+    spent = spent_confidence(policy.confidence, look)
     if not len(candidate) == len(incumbent) == len(domains):
         raise ValueError(
             f"candidate, incumbent and domains must pair up, got {len(candidate)}, "
@@ -166,7 +165,7 @@ def judge(
             f"{usable_N.sum()} held-out requests with drafts, {policy.min_requests} needed",
         )
     counts_N4 = counts_N4[usable_N]
-    overall = _gain(counts_N4, spent_confidence(policy.confidence, look), policy.confidence)
+    overall = _gain(counts_N4, spent, policy.confidence)
     judged, unjudged = {}, []
     for groups in (domains, modes) if len(set(modes)) > 1 else (domains,):
         names_N = np.array(groups)[usable_N]
@@ -211,8 +210,7 @@ def find_loss(
     Raises:
         ValueError: the sequences differ in length, or `look` is below 1.
     """
-    if look < 1:
-        raise ValueError(f"look must be at least 1, got {look}")
+    spent = spent_confidence(policy.confidence, look)
     counts_N4, usable_N = _pair_counts(current, previous)
     if not _is_sane(current):
         return True, "its counts are not finite"
@@ -221,7 +219,6 @@ def find_loss(
             False,
             f"{usable_N.sum()} held-out requests with drafts, {policy.min_requests} needed",
         )
-    spent = spent_confidence(policy.confidence, look)
     gain = _gain(counts_N4[usable_N], spent, spent)
     return gain.upper < 0, str(gain)
 
@@ -268,7 +265,12 @@ def spent_confidence(confidence: float, look: int) -> float:
 
     The errors of all looks sum to 1 - `confidence`: 1/3 + 1/6 + 1/10 + ... + 2/((look + 1) (look +
     2)) + ... = 1, so no number of looks has to be agreed on beforehand.
+
+    Raises:
+        ValueError: if `look` is below 1.
     """
+    if look < 1:
+        raise ValueError(f"look must be at least 1, got {look}")
     # With 95%, this is 98.3% at the first look, 99.2% at the second, 99.5% at the third and 99.9%
     # at the tenth.
     return 1 - 2 * (1 - confidence) / ((look + 1) * (look + 2))

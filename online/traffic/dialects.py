@@ -14,11 +14,12 @@ refuses unknown fields and returns no prompt ids, so its answers cannot be recor
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from redraft.engine.running_server import EngineName
 from redraft.online.traffic import tap_messages
 from redraft.online.traffic.tap_messages import (
     COMPLETION_PATHS,
@@ -26,7 +27,6 @@ from redraft.online.traffic.tap_messages import (
     AnswerError,
 )
 
-EngineName = Literal["vllm", "sglang", "llama.cpp"]
 Ask = Callable[[str, bytes, dict[str, Any] | None], Awaitable[dict[str, Any]]]
 """(method, path, content) -> the server's JSON."""
 
