@@ -50,16 +50,12 @@ def without_seeded_drafts(schedule: Callable[..., Any]) -> Callable[..., Any]:
             size = scheduler.scheduler_config.max_num_seqs + 1
             scheduler.dynamic_sd_lookup = [scheduler.num_spec_tokens] * size
         for request in scheduler.running:
-            if has_seed(request.sampling_params):
+            params = request.sampling_params  # None for a pooling request
+            if params is not None and params.seed is not None and params.temperature > 0:
                 request.spec_token_ids = []
         return schedule(scheduler, *args, **kwargs)
 
     return schedule_seeded
-
-
-def has_seed(params: Any) -> bool:
-    """Whether a request's answer is sampled with a seed."""
-    return params is not None and params.seed is not None and params.temperature > 0
 
 
 def pace_scheduler(init: Callable[..., None]) -> Callable[..., None]:

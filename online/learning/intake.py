@@ -53,7 +53,6 @@ MAX_SUMS = 256
 
 @dataclass(kw_only=True)
 class Taken:
-    num_files: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     """Records by outcome, as in `Buffer.append`."""
     accepted: Sums = field(default_factory=dict)
@@ -63,11 +62,7 @@ class Taken:
         accepted = dict(self.accepted)
         for key, acceptance in other.accepted.items():
             add_acceptance(accepted, key, acceptance)
-        return Taken(
-            num_files=self.num_files + other.num_files,
-            counts=self.counts + other.counts,
-            accepted=accepted,
-        )
+        return Taken(counts=self.counts + other.counts, accepted=accepted)
 
 
 class Spool:
@@ -136,7 +131,7 @@ class Spool:
                     path.name
                 )  # its records are stored: the files after it need not wait
                 raise
-        return taken + Taken(num_files=1, counts=stays)
+        return taken + Taken(counts=stays)
 
     def erase_unattributed(self) -> int:
         """Overwrite and delete unreadable files and those left by killed servers.

@@ -311,7 +311,7 @@ def test_ten_thousand_hostile_records_from_the_spool_cost_only_themselves(
     for file, begin in enumerate(range(0, 10_000, 100)):
         put(spool, b"".join([*fuzzed[begin : begin + 100], good[file]]), file)
     source, counts = Spool(spool, buffer, VOCAB), Counter()
-    while (taken := source.take(1.0)).num_files:
+    while (taken := source.take(1.0)).counts:
         counts += taken.counts
     stored = buffer.fresh(0, 1 << 20)
     assert {one.record.request_id for one in stored if one.record.server_id == "good"} == {
