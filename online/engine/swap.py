@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -390,16 +389,6 @@ def _find_shared(module: nn.Module, owned: set[int]) -> Iterator[tuple[nn.Module
 
 def _find_weights(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
-
-
-def read_tensors(files: Sequence[Path], shared: Set[str] = frozenset()) -> dict[str, Tensor]:
-    tensors = {}
-    for path in files:
-        with safe_open(path, "pt") as file:
-            for name in sorted(file.keys()):
-                if shared.isdisjoint(name.split(".")):
-                    tensors[name] = file.get_tensor(name)
-    return tensors
 
 
 def _hash_tensors(files: Sequence[Path], shared: set[str]) -> dict[str, tuple[str, list[int], str]]:

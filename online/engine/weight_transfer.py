@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -25,7 +26,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from redraft.files.artifact import safetensors_header
-from redraft.online.engine.swap import is_finite, load_draft, read_tensors, shared_modules
+from redraft.online.engine.swap import is_finite, load_draft, shared_modules
 from redraft.online.engine.trainer_files import describe_tensors, list_files, require_whole
 
 
@@ -101,7 +102,7 @@ class Files(WeightTransferEngine[Nothing, Part]):  # type: ignore[misc]
         """
         places = {name: file for file in self.files for name in safetensors_header(file)}
         for file in dict.fromkeys(self.files):
-            for name, tensor in read_tensors([file]).items():
+            for name, tensor in load_file(file).items():
                 if places[name] == file:
                     yield name, tensor
 

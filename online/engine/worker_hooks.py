@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
 from torch import Tensor
 
 from redraft.engine.hooks import Wrap, around, hook
 from redraft.files.artifact import MANIFEST, verify
 from redraft.online.engine.reread import Rereader
-from redraft.online.engine.swap import load_draft, read_tensors
+from redraft.online.engine.swap import load_draft
 from redraft.online.engine.target_watch import (
     UPDATES,
     TargetWatch,
@@ -85,7 +86,8 @@ def _load_again(worker: Any) -> None:
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             raise FileNotFoundError(f"{folder} has no weights")
-        load_draft(worker, read_tensors(files))
+        tensors = itertools.chain.from_iterable(load_file(file).items() for file in files)
+        load_draft(worker, dict(tensors))
     except Exception:  # the target can serve without a good draft, and the status reports this
         logger.exception("redraft: draft %s could not be reloaded after sleep", folder)
     else:
