@@ -74,12 +74,8 @@ def write_acceptance_report(folder: Path, report: Mapping[str, Any]) -> Path:
         TEMPLATES / "acceptance.html.j2",
         charts_of("redraft.eval.report.acceptance_charts"),
     )
-    write_whole(folder / "report.md", render_markdown(report))
+    write_whole(folder / "report.md", render_text(TEMPLATES / "acceptance.md.j2", **report))
     return page
-
-
-def render_markdown(report: Mapping[str, Any]) -> str:
-    return render_text(TEMPLATES / "acceptance.md.j2", **report)
 
 
 def _describe_draft(draft: NamedDraft) -> dict[str, Any]:

@@ -116,16 +116,6 @@ def numbers(chart: alt.Chart, number: str = ".2f", **mark: Any) -> alt.Chart:
     return chart.mark_text(**mark).encode(text=text, color=alt.value("currentColor"))
 
 
-def bars_and_diamonds(base: alt.Chart, bar: str, diamond: str) -> alt.LayerChart:
-    """A numbered bar for every value of one series, and a diamond for every value of another."""
-    bars = base.transform_filter(f"datum.series == '{bar}'").mark_bar(
-        width={"band": 0.55}, cornerRadiusEnd=4
-    )
-    diamonds = base.transform_filter(f"datum.series == '{diamond}'")
-    points = diamonds.mark_point(shape="diamond", size=130, filled=True, opacity=1)
-    return bars + numbers(bars, baseline="bottom", dy=-9, fontWeight=600) + points
-
-
 def bars_with_forecast(
     rows: Rows, x: alt.X, title: str, *, highest: float | None = None
 ) -> alt.LayerChart:
@@ -149,7 +139,12 @@ def bars_with_forecast(
         ),
         tooltip=tips(("label:N", "bar"), ("series:N", "source"), ("value:Q", title, ".3f")),
     )
-    return bars_and_diamonds(base, "engine", "forecast")
+    bars = base.transform_filter("datum.series == 'engine'").mark_bar(
+        width={"band": 0.55}, cornerRadiusEnd=4
+    )
+    diamonds = base.transform_filter("datum.series == 'forecast'")
+    points = diamonds.mark_point(shape="diamond", size=130, filled=True, opacity=1)
+    return bars + numbers(bars, baseline="bottom", dy=-9, fontWeight=600) + points
 
 
 def _positions(report: Mapping[str, Any]) -> alt.LayerChart:
@@ -175,20 +170,11 @@ def _domains(by_domain: Mapping[str, Mapping[str, Any]]) -> alt.LayerChart:
 
 
 def _gain(offline: Mapping[str, Any]) -> alt.LayerChart:
-    names = {
-        "before": "before training",
-        "after": "distilled",
-    }
+    """A horizontal bar for each draft, with its value at the end. The trained one is highlighted."""
+    names = {"before": "before training", "after": "distilled"}
     alphas = {name: offline.get(f"alpha_greedy_{key}") for key, name in names.items()}
     rows = [{"label": name, "value": alpha} for name, alpha in alphas.items() if alpha is not None]
-    return _bars(rows, ours=names["after"], title="alpha greedy on held-out prompts", number=".3f")
-
-
-def _bars(rows: Rows, *, ours: str, title: str, number: str) -> alt.LayerChart:
-    """Horizontal bars in the order of `rows`, each with its value at the end.
-
-    The bar labelled `ours` is highlighted.
-    """
+    title = "alpha greedy on held-out prompts"
     highest = max(row["value"] for row in rows)
     base = panel(rows, BAR_HEIGHT * len(rows)).encode(
         x=alt.X(
@@ -204,9 +190,9 @@ def _bars(rows: Rows, *, ours: str, title: str, number: str) -> alt.LayerChart:
             axis=alt.Axis(domain=False, ticks=False, labelPadding=10),
         ),
         color=alt.condition(
-            alt.datum.label == ours, alt.value("var(--ours)"), alt.value("var(--plain)")
+            alt.datum.label == names["after"], alt.value("var(--ours)"), alt.value("var(--plain)")
         ),
-        tooltip=tips(("label:N", "draft"), ("value:Q", title, number)),
+        tooltip=tips(("label:N", "draft"), ("value:Q", title, ".3f")),
     )
     bars = base.mark_bar(height={"band": 0.66}, cornerRadiusEnd=4)
-    return bars + numbers(base, number, align="left", dx=8, fontWeight=600)
+    return bars + numbers(base, ".3f", align="left", dx=8, fontWeight=600)

@@ -157,27 +157,24 @@ def write_page(
     template: Path,
     charts: Charts,
     *,
-    stem: str = "report",
     extras: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write `report` as <stem>.json and as the page <stem>.html.
+    """Write `report` as report.json and as the page report.html.
 
     The page is rendered from `template` with the charts from `charts`. `extras` contains additional
     values for the template. Equal reports give equal bytes. Returns the path of the page. Without
-    the `report` extra (altair, vl-convert), no page is written, and the path is <stem>.json.
+    the `report` extra (altair, vl-convert), no page is written, and the path is report.json.
 
     Raises:
         ValueError: a number is not finite.
     """
     # Sort the keys, for equal bytes. NaN and infinity are not valid JSON.
     text = json.dumps(report, indent=2, sort_keys=True, allow_nan=False)
-    write_whole(folder / f"{stem}.json", text + "\n")
+    write_whole(folder / "report.json", text + "\n")
     if not all(importlib.util.find_spec(package) for package in ("altair", "vl_convert")):
-        print(
-            f"{stem}.html was not written: its charts need `pip install altair vl-convert-python`"
-        )
-        return folder / f"{stem}.json"
-    html = folder / f"{stem}.html"
+        print("report.html was not written: its charts need `pip install altair vl-convert-python`")
+        return folder / "report.json"
+    html = folder / "report.html"
     # Read from the JSON, so that page and file cannot differ, not even in the type of a key.
     write_whole(html, _render(json.loads(text), template, charts, extras or {}))
     return html

@@ -95,7 +95,7 @@ class BufferFile:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
-        self.connection = connect(path, _SCHEMA)
+        self.connection = connect(path)
         self._index: Index | None = None
         self._inserted: list[tuple[int, Row]] = []  # missing in the cached index, which is rare
         self._oldest_s: float | None = None
@@ -220,7 +220,7 @@ class BufferFile:
         self.close()
         self.path.replace(path)
         unlink(self.path)  # its journal
-        self.path, self.connection = path, connect(path, _SCHEMA)
+        self.path, self.connection = path, connect(path)
 
     def delete(self, seqs: Collection[int]) -> int:
         """Delete the records with these numbers and overwrite them on disk.
@@ -263,7 +263,7 @@ class BufferFile:
             unlink(self.path)
 
 
-def connect(path: Path | None, schema: str) -> sqlite3.Connection:
+def connect(path: Path | None) -> sqlite3.Connection:
     """Open a file, or create it.
 
     Every commit is written to the disk before it returns.
@@ -292,7 +292,7 @@ def connect(path: Path | None, schema: str) -> sqlite3.Connection:
         if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             # `user_version` is part of the same transaction, so a kill cannot leave tables of an
             # unknown layout.
-            connection.executescript(f"BEGIN; {schema} PRAGMA user_version = {LAYOUT}; COMMIT;")
+            connection.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {LAYOUT}; COMMIT;")
     except (sqlite3.Error, ValueError):
         connection.close()
         raise

@@ -26,9 +26,9 @@ from redraft.eval.report import regression
 from redraft.eval.report.acceptance import (
     SCHEMA_VERSION,
     build_acceptance_report,
-    render_markdown,
     write_acceptance_report,
 )
+from redraft.eval.report.page import TEMPLATES, render_text
 from redraft.eval.report.regression import Comparison, describe_change, read_baseline
 from redraft.eval.report.results import Measured
 from redraft.heads.catalog import FAMILIES
@@ -472,7 +472,7 @@ def test_the_markdown_has_a_row_for_every_draft_and_domain() -> None:
     report = make_report()
     worse = make_report(make_measured(scale=0.8))
     report["baseline"] = asdict(compare_reports(worse, make_report(), 0.02))
-    text = render_markdown(report)
+    text = render_text(TEMPLATES / "acceptance.md.j2", **report)
     tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
     assert [len(table.splitlines()) - 2 for table in tables] == [9, 9, 36]
     for table in tables:
