@@ -16,7 +16,6 @@ from redraft.online.journal import (
     MAX_LABEL_CHARS,
     AcceptanceEntry,
     DomainGain,
-    Entry,
     FaultEntry,
     GateEntry,
     Journal,
@@ -41,9 +40,6 @@ class Account:
         self.journal, self._now_s = journal, now_s
         self._faults: dict[tuple[str, str], tuple[str, float]] = {}
         """Reason of each current fault, by name and detail, and when it was written."""
-
-    def write(self, entry: Entry) -> None:
-        self.journal.write(entry)
 
     def state(
         self,

@@ -296,11 +296,11 @@ class Learner:
         for server in self.members.update(found):
             self.account.end_faults(*SERVER_FAULTS, "server_behind", detail=server.url)
             self.rollouts.reconciler.forget(server)
-            self.account.write(ServerEntry(server=server.url, change="left"))
+            self.account.journal.write(ServerEntry(server=server.url, change="left"))
             await server.http.aclose()
         for server in self.members.servers:
             if server not in known:
-                self.account.write(ServerEntry(server=server.url, change="joined"))
+                self.account.journal.write(ServerEntry(server=server.url, change="joined"))
 
     def _report_laggards(self, behind: Sequence[FleetServer]) -> None:
         """Report servers whose version or bytes differ from the current version.
@@ -384,7 +384,7 @@ class Learner:
         else:
             self.account.end_faults("clock_jumped")
         untrained = self.trainer.oldest_untrained()
-        self.account.write(
+        self.account.journal.write(
             BufferEntry(
                 records=sum(status.num_training.values()),
                 bytes=status.num_bytes,

@@ -42,7 +42,7 @@ from redraft.online.records.record import (
     count_tenant,
     read_frames,
 )
-from redraft.online.records.spool import ABANDONED_S, list_abandoned, spool_files
+from redraft.online.records.spool import list_abandoned, spool_files
 
 BATCH_RECORDS, BATCH_BYTES = 1024, 64 << 20  # records and bytes of one transaction, all in memory
 
@@ -139,9 +139,7 @@ class Spool:
         Return the number of deleted files. It is unknown whose text they contain. Call this method
         after `take`.
         """
-        paths = [self.folder / name for name in self._passed_over] + list_abandoned(
-            self.folder, ABANDONED_S
-        )
+        paths = [self.folder / name for name in self._passed_over] + list_abandoned(self.folder)
         num_erased = 0
         for path in paths:
             with suppress(OSError):

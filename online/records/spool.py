@@ -110,13 +110,13 @@ def spool_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names)]
 
 
-def list_abandoned(folder: Path, age_s: float) -> list[Path]:
-    """List partial files left by killed servers, unchanged for `age_s` seconds."""
+def list_abandoned(folder: Path) -> list[Path]:
+    """List partial files left by killed servers, unchanged for `ABANDONED_S`."""
     found = list(_files(folder)) if folder.is_dir() else []
     return [
         folder / name
         for name, status in found
-        if name.endswith(PARTIAL) and time.time() - status.st_mtime > age_s
+        if name.endswith(PARTIAL) and time.time() - status.st_mtime > ABANDONED_S
     ]
 
 
