@@ -251,7 +251,6 @@ class Range:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    acceptance_per_position: tuple[float, ...]
     table: tuple[Prediction, ...]
     """Predictions for every measured batch size and number of draft tokens."""
     schedule: tuple[Range, ...]
@@ -350,7 +349,6 @@ def advise(
     # 0.
     groups = [(k, list(same)) for k, same in itertools.groupby(batch_sizes, key=best)]
     return Advice(
-        acceptance_per_position=rates,
         table=tuple(row(b, k) for b in costs.batch_sizes for k in ks),
         schedule=tuple(
             Range(first=same[0], last=same[-1], num_speculative_tokens=k) for k, same in groups
