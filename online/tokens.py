@@ -6,6 +6,7 @@ Other users must not be able to read them.
 import os
 import re
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 
 _TOKEN = re.compile(r"[!-~]([ -~]*[!-~])?")
@@ -23,6 +24,17 @@ def read_token(path: Path) -> str:
         OSError: the file cannot be read.
     """
     return check_token(_read_private(path), str(path))
+
+
+def find_token(file: Path | None, environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return the token in `file`, or else the one in REDRAFT_TOKEN; None if neither is given.
+
+    Raises the same errors as `read_token`.
+    """
+    if file:
+        return read_token(file)
+    token = environment.get("REDRAFT_TOKEN")
+    return check_token(token, "REDRAFT_TOKEN") if token else None
 
 
 def read_key(path: Path) -> str:

@@ -11,7 +11,7 @@ from redraft.engine.settings import VARIABLE, read_settings
 from redraft.files.settings import convert, require_known
 from redraft.online.records.outlet import Recording, Sample
 from redraft.online.records.states import HiddenFormat
-from redraft.online.tokens import check_token, read_token
+from redraft.online.tokens import find_token
 
 PLUGIN_NAME = "redraft"
 LOG_RECORD_BYTES = 15 << 19  # 7.5 MiB, because NATS accepts messages of up to 8 MiB.
@@ -151,7 +151,7 @@ def read_config(environment: Mapping[str, str] = os.environ) -> PluginConfig:
                 f"targets contains {folder}, which is not a folder: create it, or remove it"
             )
     check_pace(config.pace)
-    return replace(config, token=_read_token(environment.get("REDRAFT_TOKEN"), config.token_file))
+    return replace(config, token=find_token(config.token_file, environment))
 
 
 def check_pace(pace: str, most: int | None = None) -> str:
@@ -169,9 +169,3 @@ def check_pace(pace: str, most: int | None = None) -> str:
             f"pace {pace} is above --num-speculative-tokens {most}: raise the latter, or lower the pace"
         )
     return pace
-
-
-def _read_token(token: str | None, file: Path | None) -> str | None:
-    if file:  # first, as for the learner
-        return read_token(file)
-    return check_token(token, "REDRAFT_TOKEN") if token else None

@@ -11,7 +11,6 @@ known servers are kept.
 """
 
 import asyncio
-import os
 import socket
 import tomllib
 from collections.abc import Callable, Mapping
@@ -25,7 +24,7 @@ import httpx
 import msgspec
 
 from redraft.online.fleet.server import FleetServer, make_client, require_address
-from redraft.online.tokens import check_token, read_token
+from redraft.online.tokens import find_token, read_token
 
 AnyServer = TypeVar("AnyServer", bound=FleetServer)
 
@@ -74,14 +73,11 @@ class FleetConfig:
             raise ValueError(
                 "no servers are configured: set fleet.servers, fleet.file or fleet.name"
             )
-        if self.token_file:
-            return read_token(self.token_file)
-        token = os.environ.get("REDRAFT_TOKEN")
-        if not token:
+        if (token := find_token(self.token_file)) is None:
             raise ValueError(
                 "there is no token for the servers: set fleet.token_file or REDRAFT_TOKEN"
             )
-        return check_token(token, "REDRAFT_TOKEN")
+        return token
 
 
 def _has_port(url: str) -> bool:

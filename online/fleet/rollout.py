@@ -47,7 +47,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import zip_longest
 
@@ -182,17 +182,16 @@ async def try_canary(
     # A silent server is left out. If a server refuses the incumbent, someone must fix that server
     # before anything else is swapped.
     if not present or aligned.refused:
-        return _outcome(False, f"the fleet is not on {incumbent} to begin with: {aligned}", aligned)
+        return _outcome(
+            Finding.FAILED, f"the fleet is not on {incumbent} to begin with: {aligned}", aligned
+        )
     canary, control = present[0], present[1:]
     # Only a fleet of one server is compared with its own earlier minutes, so it measures the
     # incumbent before the swap.
     before = None if control else await _measure_before(canary, incumbent, policy, measured)
     if isinstance(before, tuple):
         finding, reason = before
-        return replace(
-            _outcome(False, f"{canary.url} before the swap: {reason}", aligned),
-            is_inconclusive=finding is Finding.INCONCLUSIVE,
-        )
+        return _outcome(finding, f"{canary.url} before the swap: {reason}", aligned)
 
     swapped = await converge([canary], candidate, policy.swap_timeout_s, insist=False)
     if not swapped.is_complete:
@@ -202,10 +201,11 @@ async def try_canary(
     await asyncio.sleep(policy.warm_up_s)
     finding, reason = await _compare(canary, candidate, control, before, policy)
     if finding is not Finding.PASSED:
-        back = await _roll_back(servers, incumbent, f"canary {canary.url}: {reason}", policy)
-        return replace(back, is_inconclusive=finding is Finding.INCONCLUSIVE)
+        return await _roll_back(
+            servers, incumbent, f"canary {canary.url}: {reason}", policy, finding
+        )
     against = "the control group" if control else "itself before (no control group)"
-    return _outcome(True, f"canary {canary.url} against {against}: {reason}", aligned, candidate)
+    return _outcome(finding, f"canary {canary.url} against {against}: {reason}", aligned, candidate)
 
 
 async def roll_waves(
@@ -241,7 +241,9 @@ async def roll_waves(
             servers, incumbent, f"the fleet did not come together: {final}", policy
         )
     return _outcome(
-        True, f"{len(servers) - len(final.absent)} of {len(servers)} servers on {candidate}", final
+        Finding.PASSED,
+        f"{len(servers) - len(final.absent)} of {len(servers)} servers on {candidate}",
+        final,
     )
 
 
@@ -640,13 +642,21 @@ def _split_into_waves(
 
 
 async def _roll_back(
-    servers: Sequence[FleetServer], incumbent: str, why: str, policy: RolloutPolicy
+    servers: Sequence[FleetServer],
+    incumbent: str,
+    why: str,
+    policy: RolloutPolicy,
+    finding: Finding = Finding.FAILED,
 ) -> Outcome:
-    return _outcome(False, why, await converge(servers, incumbent, policy.rollback_timeout_s))
+    return _outcome(finding, why, await converge(servers, incumbent, policy.rollback_timeout_s))
 
 
-def _outcome(passed: bool, reason: str, fleet: Convergence, version: str = "") -> Outcome:
-    version = version or fleet.version
+def _outcome(finding: Finding, reason: str, fleet: Convergence, version: str = "") -> Outcome:
     return Outcome(
-        passed=passed, version=version, reason=reason, refused=fleet.refused, absent=fleet.absent
+        passed=finding is Finding.PASSED,
+        version=version or fleet.version,
+        reason=reason,
+        refused=fleet.refused,
+        absent=fleet.absent,
+        is_inconclusive=finding is Finding.INCONCLUSIVE,
     )
