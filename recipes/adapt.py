@@ -25,6 +25,7 @@ from redraft.heads.family import Family
 from redraft.heads.options import Standalone
 from redraft.heads.provenance import read_provenance
 from redraft.recipes.cli.run import Recipe
+from redraft.recipes.cli.wrapping import wrap_prose
 from redraft.recipes.train import COMMON
 
 EVAL_EVERY = 50  # Steps between two evaluations: adapting takes a fraction of the steps.
@@ -38,10 +39,9 @@ def choose_recipe(args: Sequence[str], prog: str) -> tuple[Recipe, Sequence[str]
         SystemExit: the help was printed.
     """
     if not args or args[0] in ("-h", "--help", "--help-all"):
-        print(f"usage: {prog} OLD --target TARGET [--data.source DATA] [flags]\n\n{__doc__}")
-        print(
-            f"{prog} OLD --help prints the common flags of OLD's family, and --help-all all flags."
-        )
+        usage = f"usage: {prog} OLD --target TARGET [--data.source DATA] [flags]"
+        flags = f"`{prog} OLD --help` prints the common flags of OLD's family, and --help-all all flags."
+        print(f"{usage}\n\n{wrap_prose(__doc__)}\n\n{wrap_prose(flags)}")
         raise SystemExit(0)
     if args[0].startswith("-"):
         raise ValueError(f"{prog} needs OLD, the folder of an exported draft, before {args[0]}")

@@ -19,6 +19,7 @@ from redraft.distill.train.run_config import HeadConfig, StandaloneConfig, make_
 from redraft.heads.catalog import find_family, list_trained
 from redraft.heads.family import Family
 from redraft.recipes.cli.run import Recipe, run_choice
+from redraft.recipes.cli.wrapping import wrap_prose
 
 Config = HeadConfig[Any] | StandaloneConfig
 
@@ -54,8 +55,11 @@ def choose_recipe(args: Sequence[str], prog: str) -> tuple[Recipe, Sequence[str]
     """
     names = list_trained()
     if not args or args[0] in ("-h", "--help", "--help-all"):
-        print(f"usage: {prog} FAMILY [flags]\n\n{__doc__}\nFAMILY is one of {', '.join(names)}.")
-        print(f"{prog} FAMILY --help prints the common flags, and --help-all all flags.")
+        flags = (
+            f"FAMILY is one of {', '.join(names)}. `{prog} FAMILY --help` prints the common flags, "
+            "and --help-all all flags."
+        )
+        print(f"usage: {prog} FAMILY [flags]\n\n{wrap_prose(__doc__)}\n\n{wrap_prose(flags)}")
         raise SystemExit(0)
     name, choice = args[0], f"choose one of {', '.join(names)}"
     if name.startswith("-"):

@@ -32,6 +32,7 @@ from tyro.constructors import (
 )
 
 from redraft.files.settings import read_field_docs
+from redraft.recipes.cli.wrapping import hold_commands
 
 
 class RefusedConfigError(Exception):
@@ -78,6 +79,7 @@ def describe_dataclass(
             if f"{owner.__name__}.{field.name}" not in common:
                 hint = Annotated[hint, tyro.conf.Suppress]
         text = docs.get(field.name)
+        text = None if text is None else hold_commands(text)
         if common is not None and text is not None:
             first, *others = text.split(". ")  # `--help-all` prints all of it
             text = ". ".join([first, *(one for one in others if one.startswith("Default: "))])

@@ -12,11 +12,8 @@ import importlib
 import importlib.metadata
 import importlib.util
 import io
-import itertools
 import os
-import shutil
 import sys
-import textwrap
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
@@ -27,6 +24,7 @@ from redraft.engine.proxies import reach_loopback
 from redraft.files.artifact import is_full
 from redraft.files.printable import printable, shorten
 from redraft.recipes.cli.commands import COMMANDS, Command, Group
+from redraft.recipes.cli.wrapping import printing_spaces, wrap_prose
 
 TRACEBACK_VARIABLE = "REDRAFT_TRACEBACK"
 
@@ -204,37 +202,22 @@ def parse_recipe(recipe: Recipe, args: Sequence[str]) -> Any:
     # Help prints the form of a boolean flag that changes the default; the parser takes both.
     markers = (tyro.conf.FlagCreatePairsOff,) if asks else ()
     try:
-        config = tyro.cli(
-            recipe.config_type,
-            description="",  # tyro would not wrap it
-            args=[*rest, *(["--help"] if every else []), *others],
-            prog=recipe.prog,
-            config=markers,
-            registry=make_registry(common),
-            **({} if default is None else {"default": default}),
-        )
+        with printing_spaces():
+            config = tyro.cli(
+                recipe.config_type,
+                description="",  # tyro would not wrap it
+                args=[*rest, *(["--help"] if every else []), *others],
+                prog=recipe.prog,
+                config=markers,
+                registry=make_registry(common),
+                **({} if default is None else {"default": default}),
+            )
     except RefusedConfigError as error:
         raise error.reason from None
     if prints:
         print(render_config(config), end="")
         raise SystemExit(0)
     return config
-
-
-def wrap_prose(text: str) -> str:
-    """Wrap the text's paragraphs to the terminal.
-
-    Indented lines and commands (`$ ...`) stay as they are.
-    """
-    width = min(shutil.get_terminal_size().columns, 100)
-    wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
-    wrapped: list[str] = []
-    for is_prose, lines in itertools.groupby(
-        text.strip().splitlines(), lambda line: line[:1] not in ("", " ", "$")
-    ):
-        block = list(lines)
-        wrapped += wrapper.wrap(" ".join(block)) if is_prose else block
-    return "\n".join(wrapped)
 
 
 def run_guarded(run: Callable[[], object]) -> int:

@@ -32,8 +32,8 @@ from redraft.recipes.cli.run import (
     format_help,
     parse_recipe,
     run_guarded,
-    wrap_prose,
 )
+from redraft.recipes.cli.wrapping import NO_BREAK, wrap_prose
 from redraft.recipes.serve.vllm_flags import CLASHES
 
 ROOT = Path(__file__).parents[2]
@@ -89,6 +89,7 @@ def test_help_wraps_prose_and_leaves_commands_whole(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     command = f"$ redraft up {'x' * 60}"
     text = wrap_prose(f"{'word ' * 11}word\n(more) words.\n\n    {command}\n{command}\n")
+    assert wrap_prose(f"{'word ' * 6}`redraft\ndata`").splitlines()[1] == "`redraft data`"
     first, second, *rest = text.splitlines()
     assert (first, second) == (("word " * 8).strip(), f"{'word ' * 4}(more) words.")
     assert rest == ["", f"    {command}", command]
@@ -262,6 +263,24 @@ def read_flags(text):
         elif name:
             flags[name] += f" {line}"
     return {name: " ".join(text.split()) for name, text in flags.items()}
+
+
+@pytest.mark.parametrize("name", HELPS)
+def test_no_command_in_backticks_is_broken_over_lines(name, shown):
+    broken = [line for line in shown[name]["text"].splitlines() if line.count("`") % 2]
+    assert broken == []
+    assert NO_BREAK not in shown[name]["text"]
+
+
+@pytest.mark.parametrize("command", ["train", "adapt"])
+def test_the_help_before_a_family_is_wrapped(command, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        dispatch([command, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len([line for line in lines if line.startswith("$ ")]) >= 2
+    assert not [line for line in lines if len(line) > 80 and not line.startswith("$ ")]
+    assert not [line for line in lines if line.count("`") % 2]
 
 
 @pytest.mark.parametrize("name", HELPS)
