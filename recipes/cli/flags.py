@@ -5,10 +5,12 @@ and shows the default of an empty tuple as `(default: )`. The rule below avoids 
 """
 
 import dataclasses
+import difflib
 import functools
 import inspect
+import re
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import (
@@ -44,6 +46,26 @@ class RefusedConfigError(Exception):
     def __init__(self, reason: ValueError) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """A flag of a command, and the field that it sets."""
+
+    name: str
+    """As typed, e.g. --prove.max-tokens. For a positional argument, its name in the help."""
+    owner: type
+    """The dataclass that has the field."""
+    field: str
+    is_switch: bool = False
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """All forms that the parser takes. Empty for a positional argument."""
+        if not self.name.startswith("--"):
+            return ()
+        table, dot, last = self.name.removeprefix("--").rpartition(".")
+        return (self.name, f"--{table}{dot}no-{last}") if self.is_switch else (self.name,)
 
 
 def make_registry(common: Container[str] | None = None) -> ConstructorRegistry:
@@ -148,6 +170,64 @@ def refuse_repeated(args: Sequence[str], config_type: type[Any]) -> None:
     twice = [flag for flag, count in given.items() if count > 1]
     if flag := next((flag for flag in twice if flag not in _repeatable(config_type, "--")), None):
         raise ValueError(f"{flag} is given {given[flag]} times: give it once")
+
+
+def list_flags(config: Any, prefix: str = "--") -> Iterator[Flag]:
+    """Yield the flags of a config, with those of its nested dataclasses."""
+    hints = get_type_hints(type(config), include_extras=True)
+    for field in dataclasses.fields(config):
+        value, hint = getattr(config, field.name), hints[field.name]
+        name = prefix + field.name.replace("_", "-")
+        markers = getattr(hint, "__metadata__", ())
+        if dataclasses.is_dataclass(hint) and not dataclasses.is_dataclass(value):
+            value = make_unchecked(cast(type[Any], hint))  # a table without a default
+        if dataclasses.is_dataclass(value):
+            yield from list_flags(value, f"{name}.")
+        elif field.init:
+            is_positional = tyro.conf.Positional in markers
+            yield Flag(
+                name=field.name.upper() if is_positional else name,
+                owner=type(config),
+                field=field.name,
+                is_switch=(hint.__origin__ if markers else hint) is bool,
+            )
+
+
+def refuse_unknown(args: Sequence[str], known: Collection[str], cure: str) -> None:
+    """Raise ValueError for a flag that is not among the `known`, with the closest of them.
+
+    By itself, tyro prints a box of many lines, and gives the flag to a missing positional argument.
+    """
+    for word in args:
+        flag = word.partition("=")[0].replace("_", "-")
+        if flag.startswith("--") and flag not in known:
+            close = _find_close(flag, known)
+            hint = f": did you mean {close}? {cure}" if close else f": {cure}"
+            raise ValueError(f"there is no flag {word.partition('=')[0]}{hint}")
+
+
+def _find_close(flag: str, known: Collection[str]) -> str | None:
+    """Return the known flag with the same last part, e.g. --optim.lr for --lr, or a similar one."""
+    asked, words = flag.removeprefix("--"), [one.removeprefix("--") for one in known]
+    same = [word for word in words if word.rpartition(".")[2] == asked.rpartition(".")[2]]
+    # 0.7 finds a swapped, missing or repeated letter in the shortest names.
+    close = difflib.get_close_matches(asked, same or words, n=1, cutoff=0 if same else 0.7)
+    return f"--{close[0]}" if close else None
+
+
+def describe_refusal(box: str) -> str:
+    """Return the reason in a box that tyro printed, in one line, without the flag's help below it.
+
+    The box was printed to a stream without an encoding, so its lines consist of dashes.
+    """
+    title, *parts = re.split(r"^ *-{3,} *$", box, flags=re.MULTILINE)
+    lines = [line for line in (parts[0] if parts else title).splitlines() if line.strip()]
+    if lines and lines[0].strip().startswith("Missing from"):
+        # Each flag is followed by its help, which is indented more.
+        depth = min(len(line) - len(line.lstrip()) for line in lines[1:])
+        names = [line.strip() for line in lines[1:] if not line[depth:].startswith(" ")]
+        return f"missing: {', '.join(names)}"
+    return " ".join(" ".join(lines).split()).rstrip(".") or title.strip()
 
 
 def _repeatable(config_type: type[Any], prefix: str) -> Iterator[str]:

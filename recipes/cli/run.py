@@ -24,7 +24,7 @@ from redraft.engine.proxies import reach_loopback
 from redraft.files.artifact import is_full
 from redraft.files.printable import printable, shorten
 from redraft.recipes.cli.commands import COMMANDS, Command, Group
-from redraft.recipes.cli.wrapping import printing_spaces, wrap_prose
+from redraft.recipes.cli.wrapping import collecting, printing_spaces, wrap_prose
 
 TRACEBACK_VARIABLE = "REDRAFT_TRACEBACK"
 
@@ -148,23 +148,17 @@ def parse_recipe(recipe: Recipe, args: Sequence[str]) -> Any:
     `--config FILE`, and the flags. `--print-config` prints the result as such a file, and exits.
 
     Raises:
-        ValueError: a preset is unknown, a file is invalid, a flag is given twice, or the config
-            refuses a value.
-        SystemExit: 2 from tyro for arguments it cannot read; 0 after `--help` and `--print-config`.
+        ValueError: a preset or a flag is unknown, a file is invalid, a flag is given twice or
+            cannot be read, or the config refuses a value.
+        SystemExit: 0 after `--help` and `--print-config`.
     """
     for argument in args:
         # Weights and reports cannot be written under such a name, so refuse it before the work.
         if any("\ud800" <= char <= "\udfff" for char in argument):
             raise ValueError(f"{argument} is not UTF-8: rename the file or folder")
-    import tyro  # a tenth of a second, too long for `redraft --help`
-
+    # The modules import tyro, which takes a tenth of a second, too long for `redraft --help`.
     from redraft.recipes.cli.config_file import read_config, render_config
-    from redraft.recipes.cli.flags import (
-        RefusedConfigError,
-        make_registry,
-        make_unchecked,
-        refuse_repeated,
-    )
+    from redraft.recipes.cli.flags import make_unchecked, refuse_repeated
 
     notes, presets, default = [recipe.description or ""], recipe.presets, recipe.default
     # tyro knows neither presets nor files, so these flags are removed, and their values become the
@@ -181,42 +175,93 @@ def parse_recipe(recipe: Recipe, args: Sequence[str]) -> Any:
             "them."
         ]
     default = default if name is None else presets[name]
-    prints, every = False, _take_switch(rest, "--help-all")
+    prints, every, beside = False, _take_switch(rest, "--help-all"), ["--help", "--help-all"]
     if not {"config", "print_config"} & {
         field.name for field in dataclasses.fields(recipe.config_type)
     }:
         path, prints = _take_value(rest, "--config"), _take_switch(rest, "--print-config")
+        beside += ["--config", "--print-config"]
         notes += [
             "--config FILE reads settings from a TOML file, and flags override them; "
             "--print-config prints one."
         ]
         if path is not None:
             default = read_config(Path(path), default or make_unchecked(recipe.config_type))
-    asks = every or not {"--help", "-h"}.isdisjoint(rest)
-    # This is only for the help: tyro does not parse a boolean flag that it hides.
-    common = recipe.common if asks and not every else None
+    if every or not {"--help", "-h"}.isdisjoint(rest):
+        _print_help(recipe, default, notes, every=every)
+    config = _parse_flags(recipe, default, rest, others, beside)
+    if prints:
+        print(render_config(config), end="")
+        raise SystemExit(0)
+    return config
+
+
+def _print_help(recipe: Recipe, default: Any, notes: list[str], *, every: bool) -> None:
+    """Print the notes and the flags, and raise SystemExit."""
+    import tyro
+
+    from redraft.recipes.cli.flags import make_registry
+
+    common = None if every else recipe.common
     if common is not None:
-        notes += ["--help-all prints all flags."]
-    if asks:
-        print("\n\n".join(map(wrap_prose, notes)) + "\n")
-    # Help prints the form of a boolean flag that changes the default; the parser takes both.
-    markers = (tyro.conf.FlagCreatePairsOff,) if asks else ()
+        notes = [*notes, "--help-all prints all flags."]
+    print("\n\n".join(map(wrap_prose, notes)) + "\n")
+    with printing_spaces():
+        tyro.cli(
+            recipe.config_type,
+            description="",  # tyro would not wrap it
+            args=["--help"],
+            prog=recipe.prog,
+            # Help prints the form of a boolean flag that changes the default.
+            config=(tyro.conf.FlagCreatePairsOff,),
+            # This is only for the help: tyro does not parse a boolean flag that it hides.
+            registry=make_registry(common),
+            **({} if default is None else {"default": default}),
+        )
+
+
+def _parse_flags(
+    recipe: Recipe,
+    default: Any,
+    args: Sequence[str],
+    after: Sequence[str],
+    beside: Sequence[str],
+) -> Any:
+    """Return the config for `args`, and for the arguments `after` a --.
+
+    `beside` are flags that are not in the config. Raises ValueError instead of printing tyro's box
+    of many lines.
+    """
+    import tyro
+
+    from redraft.recipes.cli.flags import (
+        RefusedConfigError,
+        describe_refusal,
+        list_flags,
+        make_registry,
+        make_unchecked,
+        refuse_unknown,
+    )
+
+    flags = list(list_flags(default or make_unchecked(recipe.config_type)))
+    cure = f"`{recipe.prog} --help{'' if recipe.common is None else '-all'}` lists all flags"
+    if any(flag.field == "vllm_args" for flag in flags):
+        cure += ", and flags for vLLM come after --"
+    refuse_unknown(args, [*(form for flag in flags for form in flag.forms), *beside], cure)
     try:
-        with printing_spaces():
+        with collecting() as printed:
             config = tyro.cli(
                 recipe.config_type,
-                description="",  # tyro would not wrap it
-                args=[*rest, *(["--help"] if every else []), *others],
+                args=[*args, *after],
                 prog=recipe.prog,
-                config=markers,
-                registry=make_registry(common),
+                registry=make_registry(),
                 **({} if default is None else {"default": default}),
             )
     except RefusedConfigError as error:
         raise error.reason from None
-    if prints:
-        print(render_config(config), end="")
-        raise SystemExit(0)
+    except SystemExit:
+        raise ValueError(f"{describe_refusal(printed.getvalue())}; {cure}") from None
+    sys.stderr.write(printed.getvalue())  # warnings
     return config
 
 
@@ -358,7 +403,7 @@ def _choose_part(
         raise SystemExit(0)
     if not command.default:
         raise ValueError(f"redraft {name} has no part {first!r}{_choices(first, command.parts)}")
-    return name, command.parts[command.default].module, args
+    return f"{name} {command.default}", command.parts[command.default].module, args
 
 
 def format_parts(name: str, command: Command) -> str:

@@ -1,15 +1,18 @@
-"""Wrap help to the terminal.
+"""Wrap help to the terminal, and collect what tyro prints without wrapping.
 
 tyro and `textwrap` break lines at every space. NO_BREAK stands for the spaces of a command until the
 text is printed, so that the command stays in one line.
 """
 
 import contextlib
+import io
 import itertools
+import os
 import re
 import shutil
 import sys
 import textwrap
+from collections.abc import Iterator
 from typing import Any, TextIO, cast
 
 NO_BREAK = "\N{NO-BREAK SPACE}"
@@ -66,3 +69,21 @@ class _Spacing:
 def printing_spaces() -> contextlib.AbstractContextManager[object]:
     """Print a space for NO_BREAK on the standard output while the block runs."""
     return contextlib.redirect_stdout(cast(Any, _Spacing(sys.stdout)))
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[io.StringIO]:
+    """Collect what tyro prints, without frames, colours and line breaks.
+
+    tyro chooses these by the standard output and the width of the terminal.
+    """
+    printed, width = io.StringIO(), os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = "10000"
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            yield printed
+    finally:
+        if width is None:
+            del os.environ["COLUMNS"]
+        else:
+            os.environ["COLUMNS"] = width

@@ -23,6 +23,7 @@ from redraft.distill.train.run_config import Prove
 from redraft.engine.process import free_port
 from redraft.heads.catalog import list_trained
 from redraft.recipes.cli.commands import list_recipes
+from redraft.recipes.cli.flags import list_flags, make_unchecked
 from redraft.recipes.cli.run import (
     COMMANDS,
     Group,
@@ -483,11 +484,76 @@ def test_the_help_of_a_recipe_names_its_presets_and_fields(capsys):
         assert expected in text
 
 
-def test_a_mistyped_flag_ends_with_2_and_a_suggestion(capsys):
-    with pytest.raises(SystemExit) as end:
-        parse(Config, "x", {}, ["--stpes", "3"], prog="redraft thing")
-    assert end.value.code == 2
-    assert "--steps" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        ("plan --trget mimo-7b", ["--trget", "mean --target?", "`redraft plan train --help`"]),
+        ("data a.jsonl --target t --held_uot 0.1", ["--held-out?", "`redraft data show --help`"]),
+        ("data a.jsonl --data.strict", ["no flag --data.strict", "mean --strict?"]),
+        ("data count --data a.jsonl --trget t", ["--target?", "`redraft data count --help`"]),
+        (
+            "bench --xyzzy",
+            ["no flag --xyzzy: `redraft bench --help`", "flags for vLLM come after --"],
+        ),
+        ("train eagle3 --lr=1e-3", ["--optim.lr?", "`redraft train eagle3 --help-all`"]),
+        ("train eagle3 --no-engine", ["mean --prove.no-engine?"]),
+        (
+            "fleet versions --print-config",
+            ["no flag --print-config", "`redraft fleet versions --help`"],
+        ),
+        ("serve --drft ngram TARGET", ["no flag --drft", "mean --draft?"]),
+    ],
+)
+def test_a_wrong_flag_is_one_line_with_the_closest_and_the_help_that_lists_it(
+    command, named, capsys
+):
+    assert dispatch(command.split()) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert [part for part in named if part not in error] == []
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        ("data count --data a.jsonl", "missing: --target TARGET; `redraft data count --help`"),
+        ("data --target t", "missing: SOURCE; `redraft data show --help`"),
+        ("plan --devices many", "Error parsing --devices: .*'many'; `redraft plan train --help`"),
+        ("plan --devices", "Missing value for argument '--devices'.*`redraft plan train --help`"),
+        ("plan --signal all", "invalid choice 'all' .*'endpoint'.*`redraft plan train --help`"),
+        ("plan more", "Unrecognized options: more; `redraft plan train --help`"),
+        ("doctor -x", "Unrecognized options: -x; `redraft doctor --help`"),
+    ],
+)
+@pytest.mark.parametrize("columns", ["40", "200"])
+def test_arguments_that_cannot_be_read_are_one_line(command, reason, columns, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", columns)
+    assert dispatch(command.split()) == 2
+    shown = capsys.readouterr()
+    assert re.fullmatch(rf"redraft: {reason}.* lists all flags.*\n", shown.err)
+    assert (shown.out, os.environ["COLUMNS"]) == ("", columns)
+
+
+def test_a_mistyped_flag_ends_with_2_and_a_suggestion():
+    result = run_python(RECIPE, "--dfeect")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert re.fullmatch(
+        r"redraft: there is no flag --dfeect: did you mean --defect\?.*\n", result.stderr
+    )
+
+
+@pytest.mark.parametrize("name", HELPS)
+def test_the_flags_that_are_accepted_are_those_of_the_help(name, shown):
+    first, *rest = name.split()
+    recipe, _ = find_recipe(first, rest)
+    flags = [
+        flag
+        for flag in list_flags(recipe.default or make_unchecked(recipe.config_type))
+        if flag.forms
+    ]
+    listed = {flag for flag in read_flags(shown[name]["text"]) if flag.startswith("--")}
+    assert listed <= {form for flag in flags for form in flag.forms}
+    assert not [flag.name for flag in flags if listed.isdisjoint(flag.forms)]
 
 
 def test_a_flag_given_twice_is_refused_unless_it_takes_more(capsys):
