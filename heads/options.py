@@ -8,6 +8,7 @@ torch.
 
 from dataclasses import dataclass, fields
 
+from redraft.files.setting_error import SettingError
 from redraft.files.windows import View, make_views
 
 
@@ -55,9 +56,9 @@ class Windows:
     def require_reach(self, num_ahead: int) -> None:
         """Raise ValueError unless the last draft token attends to a token the target has read."""
         if self.window is not None and self.window <= num_ahead:
-            raise ValueError(
+            raise SettingError(
                 f"a window of {self.window} is not larger than the {num_ahead} positions of a "
-                f"draft: give {num_ahead + 1} or more"
+                f"draft: set {{window}} to {num_ahead + 1} or more"
             )
         _ = self.views  # raises for layers that do not exist
 
@@ -154,9 +155,9 @@ class DFlash(Windows, LayerSizes):
     def __post_init__(self) -> None:
         if self.num_tokens < 1:
             least = self.first_slot + 1
-            raise ValueError(
-                f"a block of {self.block_size} slots has no draft token: set block_size to {least} "
-                "or more"
+            raise SettingError(
+                f"a block of {self.block_size} slots has no draft token: set {{block_size}} to "
+                f"{least} or more"
             )
         self.require_reach(self.block_size)
 
@@ -198,9 +199,9 @@ class DSpark(DFlash):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.markov_rank < 1:
-            raise ValueError(
-                f"markov_rank is {self.markov_rank}: set it to 1 or more, or train a DFlash "
-                f"head, which has no bias"
+            raise SettingError(
+                f"{{markov_rank}} is {self.markov_rank}: set it to 1 or more, or train a DFlash "
+                "head, which has no bias"
             )
 
     @property
@@ -234,12 +235,14 @@ class PEagle(LayerMix):
 
     def __post_init__(self) -> None:
         if self.num_layers < 1 or self.num_steps < 2:
-            raise ValueError(
-                "num_layers must be at least 1, and num_steps at least 2; for one draft token, train an "
-                "EAGLE-3 head"
+            raise SettingError(
+                "{num_layers} must be at least 1, and {num_steps} at least 2; for one draft token, "
+                "train an EAGLE-3 head"
             )
         if not (0 < self.keep_ratio <= 1 and 0 <= self.min_share <= 1):
-            raise ValueError("keep_ratio must be above 0 and at most 1, min_share between 0 and 1")
+            raise SettingError(
+                "{keep_ratio} must be above 0 and at most 1, and {min_share} between 0 and 1"
+            )
         self.require_reach(self.num_steps)
 
     def as_eagle3(self) -> Eagle3:
@@ -302,13 +305,14 @@ class Standalone:
 
     def __post_init__(self) -> None:
         if self.layers and self.num_layers:
-            raise ValueError(
-                "a draft starts either from layers of the target or from num_layers new layers: "
-                "set only one of them"
+            raise SettingError(
+                "a draft starts either from layers of the target ({layers}) or from new layers "
+                "({num_layers}): set only one of them"
             )
         if not (self.checkpoint or self.layers or self.num_layers):
-            raise ValueError(
-                "a draft starts from one of checkpoint, layers and num_layers: set one of them"
+            raise SettingError(
+                "a draft starts from a model, layers of the target or new layers: set "
+                "{checkpoint}, {layers} or {num_layers}"
             )
 
     def __str__(self) -> str:

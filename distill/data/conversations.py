@@ -34,6 +34,7 @@ from redraft.distill.data.rows import (
 from redraft.distill.data.sessions import StoredTurn
 from redraft.distill.data.splits import choose_files
 from redraft.distill.data.template import Arguments
+from redraft.files.setting_error import SettingError
 
 MADE = {"stdlib": stdlib_conversations, "stdlib-functions": function_questions}  # from no file
 MIN_SHARED_CHARS = 80  # An answer longer than this in two conversations is a copy, not chance.
@@ -293,17 +294,17 @@ def _from_rows(rows: Iterable[Row], source: str, domain_column: str | None, stri
             conversation = read_conversation(row.values, row.domain, domain_column, loaded.columns)
         except UnusableRowError as error:
             if strict:
-                raise ValueError(
-                    f"{source}, {row.place}: {error} (without --data.strict, the row is skipped)"
+                raise SettingError(
+                    f"{source}, {row.place}: {error} (without {{strict}}, the row is skipped)"
                 ) from None
             loaded.skipped.add(row.place, error)
         else:
             loaded.conversations.append(conversation)
     if domain_column and loaded.conversations and not loaded.columns.read[domain_column]:
         names = ", ".join(sorted(loaded.columns.read | loaded.columns.unread))
-        raise ValueError(
+        raise SettingError(
             f"{source} has no column {domain_column!r}, only {names}: choose the column with the "
-            "domain"
+            "domain ({domain_column})"
         )
     if not loaded.conversations and loaded.skipped.counts:
         raise ValueError(f"{source} has no usable conversations: {loaded.skipped}")

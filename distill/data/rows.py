@@ -25,6 +25,7 @@ import zstandard
 
 from redraft.distill.data.splits import choose_files, is_split
 from redraft.files.artifact import POINTER, refuse_pointer
+from redraft.files.setting_error import SettingError
 
 if TYPE_CHECKING:
     import datasets
@@ -143,8 +144,9 @@ def _load_saved(folder: Path, split: str) -> datasets.Dataset:
     if isinstance(saved, datasets.Dataset):
         return saved
     if split not in saved:
-        raise ValueError(
-            f"{folder} has no split {split}, only {', '.join(saved)}: choose one with --data.split"
+        raise SettingError(
+            f"{folder} has no split {split}, only {', '.join(saved)}: choose one with {{split}}, "
+            "or give its folder"
         )
     return saved[split]
 

@@ -34,6 +34,7 @@ from redraft.distill.data.sessions import StoredTurn, expand_turns
 from redraft.distill.data.template import Arguments
 from redraft.engine.prompts import Prompt
 from redraft.files.progress import Progress
+from redraft.files.setting_error import SettingError
 
 CHUNK, CHUNK_CHARS = 256, 1 << 20
 """Maximum number of conversations, and about the maximum number of characters, that are tokenised
@@ -295,15 +296,13 @@ def held_out_prompts(
             modes.append(name_mode(arguments))
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
     if conversations and left_out["plain texts"] == len(conversations):
-        raise ValueError(
-            "plain texts contain no prompts to evaluate on: give some with --data.prompts FILE "
-            "(redraft eval: --prompts)"
+        raise SettingError(
+            "plain texts contain no prompts to evaluate on: give some with {prompts} FILE"
         )
     if not prompts:
-        raise ValueError(
+        raise SettingError(
             f"none of {len(conversations):,} conversations has a prompt of at most {max_length} "
-            "tokens: raise --data.max-prompt-tokens (redraft eval: "
-            f"--max-prompt-tokens){f'; {reasons}' if reasons else ''}"
+            f"tokens: raise {{max_prompt_tokens}}{f'; {reasons}' if reasons else ''}"
         )
     if left_out:
         print(f"held-out prompts: {len(prompts):,}; left out: {reasons}")

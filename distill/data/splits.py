@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from redraft.files.setting_error import SettingError
+
 WORDS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
@@ -18,7 +20,6 @@ SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}(-[0-9a-f]{16})?")
 """Pattern of a file name written by the library `datasets`. The whole part before the numbers is
 its split.
 """
-WAY_OUT = "choose one with --data.split (--split)"
 
 
 def choose_files(
@@ -39,7 +40,10 @@ def choose_files(
     found = _find_split(split, splits)
     chosen = [file for file, name in named.items() if name in (found, None)]
     if not chosen and (declared or len(splits) > 1):
-        raise ValueError(f"{folder} has no split {split}, only {', '.join(splits)}: {WAY_OUT}")
+        raise SettingError(
+            f"{folder} has no split {split}, only {', '.join(splits)}: choose one with {{split}}, "
+            "or give its files"
+        )
     if not chosen:  # the files of a single split are read, whatever its name is
         return list(files), Counter()
     splits.pop(found or "", None)

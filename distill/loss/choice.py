@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from redraft.files.setting_error import SettingError
+
 DIVERGENCES = (
     "forward_kl",
     "reverse_kl",
@@ -47,15 +49,15 @@ class Divergence:
 
     def __post_init__(self) -> None:
         if self.name not in DIVERGENCES:
-            raise ValueError(f"unknown divergence {self.name!r}; known: {', '.join(DIVERGENCES)}")
-        if not self.temperature > 0:
-            raise ValueError(
-                f"the divergence's temperature must be positive, not {self.temperature}"
+            raise SettingError(
+                f"{{name}}: unknown divergence {self.name!r}; known: {', '.join(DIVERGENCES)}"
             )
+        if not self.temperature > 0:
+            raise SettingError(f"{{temperature}} is {self.temperature}: it must be above 0")
         if not 0 < self.beta < 1:
-            raise ValueError(
-                f"beta must be between 0 and 1, not {self.beta}; for 0 or 1 use forward_kl or "
-                "reverse_kl"
+            raise SettingError(
+                f"{{beta}} is {self.beta}: it must be between 0 and 1; for 0 or 1 use forward_kl "
+                "or reverse_kl"
             )
         if not self.eta >= 0:
-            raise ValueError(f"eta must be at least 0, not {self.eta}")
+            raise SettingError(f"{{eta}} is {self.eta}: it must be at least 0")

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from redraft.files.setting_error import SettingError
+
 BETAS = (0.9, 0.95)
 """AdamW's decay rates for the running means of the gradient and of its square."""
 
@@ -45,15 +47,16 @@ class Optim:
 
     def __post_init__(self) -> None:
         if not (self.lr > 0 and self.max_grad_norm > 0):
-            raise ValueError(
-                f"lr is {self.lr} and max_grad_norm is {self.max_grad_norm}: both must be above 0"
+            raise SettingError(
+                f"{{lr}} is {self.lr} and {{max_grad_norm}} is {self.max_grad_norm}: both must be "
+                "above 0"
             )
         if not 0 <= self.warmup_fraction <= 1:
-            raise ValueError(
-                f"warmup_fraction is {self.warmup_fraction}: it must be between 0 and 1"
+            raise SettingError(
+                f"{{warmup_fraction}} is {self.warmup_fraction}: it must be between 0 and 1"
             )
         if self.accumulation < 1:
-            raise ValueError(f"accumulation is {self.accumulation}: it must be at least 1")
+            raise SettingError(f"{{accumulation}} is {self.accumulation}: it must be at least 1")
 
     def rate(self, step: int, num_steps: int) -> float:
         """Return the learning rate at `step`, as a share of `lr`."""

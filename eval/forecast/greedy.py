@@ -37,6 +37,7 @@ from redraft.eval.forecast.rows import (
 from redraft.eval.forecast.sampled import sampled_probabilities
 from redraft.files.progress import Progress
 from redraft.files.served_target import visible_length
+from redraft.files.setting_error import SettingError
 from redraft.heads.draft import Batch, Draft, DraftStep, TargetSignal
 
 SignalFunction = Callable[[Batch], TargetSignal]
@@ -253,10 +254,10 @@ def require_window(
     window = visible_length(target.config.get_text_config(), is_head=is_head)
     longest = max(len(prompt.token_ids) for prompt in prompts)
     if longest + num_new_tokens > window:
-        raise ValueError(
+        raise SettingError(
             f"a prompt of {longest} tokens and {num_new_tokens} new ones exceed the target's "
-            f"window of {window}: exclude longer prompts (--data.max-prompt-tokens; redraft "
-            f"eval: --max-prompt-tokens), or lower max_tokens"
+            f"window of {window}: exclude longer prompts ({{max_prompt_tokens}}), or lower "
+            "{max_tokens}"
         )
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from redraft.files.setting_error import SettingError
 from redraft.online.tokens import require_private
 
 NO_DOMAIN = "all"  # Last token of the subject for a record without a domain.
@@ -40,7 +41,7 @@ class Nats:
 
     def __post_init__(self) -> None:
         if not self.fleet or _UNFIT.search(self.fleet):
-            raise ValueError(f"nats.fleet is {self.fleet!r}: use letters, digits, - and _")
+            raise SettingError(f"{{nats.fleet}} is {self.fleet!r}: use letters, digits, - and _")
         for name in ("credentials", "ca", "certificate"):
             path = getattr(self, name)
             if path is not None and not path.is_file():

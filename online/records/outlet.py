@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from redraft.files.setting_error import SettingError
 from redraft.online.records.guard import Guard
 from redraft.online.records.nats_config import Nats, parse_addresses
 from redraft.online.records.origin import to_label
@@ -34,9 +35,9 @@ class Sample:
 
     def __post_init__(self) -> None:
         if not 0 <= self.fraction <= 1:
-            raise ValueError(f"fraction is {self.fraction}: it must be between 0 and 1")
+            raise SettingError(f"{{fraction}} is {self.fraction}: it must be between 0 and 1")
         if self.logprobs < 1:
-            raise ValueError(f"logprobs is {self.logprobs}: it must be at least 1")
+            raise SettingError(f"{{logprobs}} is {self.logprobs}: it must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +60,9 @@ class Recording(Sample):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.ingest and self.spool:
-            raise ValueError(
-                "records go either to a spool or to an ingest log: set one of them, not both"
+            raise SettingError(
+                "records go either to a spool or to an ingest log: set {spool} or {ingest}, not "
+                "both"
             )
         if self.ingest:
             parse_addresses(self.ingest)

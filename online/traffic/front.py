@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp
 
+from redraft.files.setting_error import SettingError
 from redraft.online.records.guard import Guard
 from redraft.online.traffic.sockets import TICK_S, BoundedServer, OperatorServer, Sparing
 
@@ -50,7 +51,9 @@ class FrontConfig:
 
     def __post_init__(self) -> None:
         if self.max_body_bytes < 1:
-            raise ValueError(f"max_body_bytes is {self.max_body_bytes}: it must be at least 1")
+            raise SettingError(
+                f"{{max_body_bytes}} is {self.max_body_bytes}: it must be at least 1"
+            )
 
 
 class FrontServer(BoundedServer):

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
+from redraft.files.setting_error import SettingError
 from redraft.files.settings import NONE, convert, describe_unknown, read_table, render_value
 
 Config = TypeVar("Config")
@@ -53,6 +54,8 @@ def _change(default: Any, values: Mapping[str, Any], path: str, prefix: str) -> 
     vars(changed).update(changes)
     try:  # The whole is checked with the flags, which may give what the file lacks.
         return dataclasses.replace(changed) if prefix else changed
+    except SettingError as error:
+        raise ValueError(f"{path}: {error.spell(lambda name: prefix + name)}") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

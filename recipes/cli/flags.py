@@ -33,19 +33,20 @@ from tyro.constructors import (
     StructTypeInfo,
 )
 
+from redraft.files.setting_error import SettingError
 from redraft.files.settings import read_field_docs
 from redraft.recipes.cli.wrapping import hold_commands
 
 
 class RefusedConfigError(Exception):
-    """A config refused its values for `reason`.
+    """The dataclass `owner` refused its values for `reason`.
 
     tyro would catch a ValueError and print it in a box.
     """
 
-    def __init__(self, reason: ValueError) -> None:
+    def __init__(self, reason: ValueError, owner: type) -> None:
         super().__init__(reason)
-        self.reason = reason
+        self.reason, self.owner = reason, owner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +119,7 @@ def describe_dataclass(
         try:
             return info.type(**values)
         except ValueError as error:
-            raise RefusedConfigError(error) from error
+            raise RefusedConfigError(error, info.type) from error
 
     return StructConstructorSpec(instantiate=instantiate, fields=tuple(fields))
 
@@ -191,6 +192,21 @@ def list_flags(config: Any, prefix: str = "--") -> Iterator[Flag]:
                 field=field.name,
                 is_switch=(hint.__origin__ if markers else hint) is bool,
             )
+
+
+def spell(error: SettingError, flags: Sequence[Flag], owner: type | None = None) -> str:
+    """Return the message with settings named as flags.
+
+    A field of `owner`, if given, is found before others with the same name. A field without a flag
+    keeps its name.
+    """
+
+    def name(field: str) -> str:
+        found = [flag for flag in flags if flag.field == field]
+        of_owner = [flag for flag in found if flag.owner is owner]
+        return next((flag.name for flag in of_owner or found), field)
+
+    return error.spell(name)
 
 
 def refuse_unknown(args: Sequence[str], known: Collection[str], cure: str) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 from redraft.engine.proxies import reach_loopback
 from redraft.files.artifact import is_full
 from redraft.files.printable import printable, shorten
+from redraft.files.setting_error import SettingError
 from redraft.recipes.cli.commands import COMMANDS, Command, Group
 from redraft.recipes.cli.wrapping import collecting, printing_spaces, wrap_prose
 
@@ -138,7 +139,13 @@ def run_choice(choose: Callable[[Sequence[str], str], tuple[Recipe, Sequence[str
 
 
 def _run(recipe: Recipe, args: Sequence[str]) -> None:
-    recipe.main(parse_recipe(recipe, args))
+    try:
+        recipe.main(parse_recipe(recipe, args))
+    except SettingError as error:
+        from redraft.recipes.cli.flags import list_flags, make_unchecked, spell
+
+        flags = list_flags(recipe.default or make_unchecked(recipe.config_type))
+        raise ValueError(spell(error, list(flags))) from error
 
 
 def parse_recipe(recipe: Recipe, args: Sequence[str]) -> Any:
@@ -241,6 +248,7 @@ def _parse_flags(
         make_registry,
         make_unchecked,
         refuse_unknown,
+        spell,
     )
 
     flags = list(list_flags(default or make_unchecked(recipe.config_type)))
@@ -258,7 +266,10 @@ def _parse_flags(
                 **({} if default is None else {"default": default}),
             )
     except RefusedConfigError as error:
-        raise error.reason from None
+        reason = error.reason
+        if isinstance(reason, SettingError):
+            reason = ValueError(spell(reason, flags, error.owner))
+        raise reason from None
     except SystemExit:
         raise ValueError(f"{describe_refusal(printed.getvalue())}; {cure}") from None
     sys.stderr.write(printed.getvalue())  # warnings

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from redraft.files.setting_error import SettingError
 from redraft.online.engine.config import LOG_RECORD_BYTES
 from redraft.online.engine.request_log import RequestInfo, RequestLog, Rows, VerifiedStep
 from redraft.online.records.record import Record, Sampling
@@ -35,17 +36,13 @@ class Traffic:
     """Size of the target's vocabulary. `redraft plan fleet` replaces it with that of --target."""
 
     def __post_init__(self) -> None:
-        if min(self.prompt_tokens, self.output_tokens, self.num_speculative_tokens, self.top_k) < 1:
-            raise ValueError(
-                "prompt_tokens, output_tokens, num_speculative_tokens and top_k must be at least "
-                "1, not "
-                f"{self.prompt_tokens}, {self.output_tokens}, {self.num_speculative_tokens} and "
-                f"{self.top_k}"
-            )
+        for name in ("prompt_tokens", "output_tokens", "num_speculative_tokens", "top_k"):
+            if (number := getattr(self, name)) < 1:
+                raise SettingError(f"{{{name}}} is {number}: it must be at least 1")
         if not 1 <= self.tau <= self.num_speculative_tokens + 1:
-            raise ValueError(
-                f"tau is {self.tau}: with {self.num_speculative_tokens} draft tokens, a step emits "
-                f"1 to {self.num_speculative_tokens + 1} tokens"
+            raise SettingError(
+                f"{{tau}} is {self.tau}: with {self.num_speculative_tokens} draft tokens, a step "
+                f"emits 1 to {self.num_speculative_tokens + 1} tokens"
             )
 
 

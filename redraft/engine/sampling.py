@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from redraft.files.folder import open_folder, read_generation_config
+from redraft.files.setting_error import SettingError
 
 # vLLM's smallest temperature above 0 (`_MAX_TEMP` in its sampling_params.py).
 MIN_TEMPERATURE = 0.01
@@ -40,7 +41,7 @@ class Sampling:
             "min_p": 0 <= self.min_p <= 1,
         }
         if wrong := [name for name, is_right in ranges.items() if not is_right]:
-            raise ValueError(f"no engine accepts {wrong[0]} {getattr(self, wrong[0])}")
+            raise SettingError(f"no engine accepts {{{wrong[0]}}} {getattr(self, wrong[0])}")
 
     @property
     def has_filter(self) -> bool:
@@ -90,7 +91,10 @@ def read_sampling(target: str | Path) -> Sampling:
     }
     if "top_k" in given:
         given["top_k"] = max(int(given["top_k"]), 0)  # -1 also keeps all tokens
-    return Sampling(**given)
+    try:
+        return Sampling(**given)
+    except SettingError as error:  # no flag has given it
+        raise ValueError(f"{target}, generation_config.json: {error}") from error
 
 
 def choose_sampling(

@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from redraft.files.setting_error import SettingError
+
 SLIDING, EVERYTHING = "sliding_attention", "full_attention"
 SECTION = "dflash_config"  # DFlash's section in config.json
 OF_SPECULATORS = "speculators_model_type"
@@ -51,11 +53,13 @@ def make_views(
             from.
     """
     if missing := [layer for layer in full_layers if not 0 <= layer < num_layers]:
-        raise ValueError(
-            f"full_layers {missing} do not exist: the draft's own layers are 0 to {num_layers - 1}"
+        raise SettingError(
+            f"{{full_layers}} {missing} do not exist: the draft's own layers are 0 to {num_layers - 1}"
         )
     if full_layers and window is None:
-        raise ValueError(f"full_layers {list(full_layers)} needs a window for the other layers")
+        raise SettingError(
+            f"{{full_layers}} {list(full_layers)} needs a window for the other layers: set {{window}}"
+        )
     windows = [None if layer in full_layers else window for layer in range(num_layers)]
     return tuple(View(w, bool(w) if is_causal is None else is_causal) for w in windows)
 

@@ -198,7 +198,7 @@ def test_texts_that_are_not_read_are_told(
         (folder / f"{i}.txt").write_text(f"plain text {i}")
     (folder / "blank.md").write_text("\n")
     rows = [{"prompt": f"question {i}", "completion": f"answer {i}"} for i in range(8)]
-    with pytest.raises(ValueError, match=r"plain texts.*--data\.prompts"):
+    with pytest.raises(ValueError, match=r"plain texts.*\bprompts FILE"):
         load(folder, random_target, tmp_path / "run")
     *_, said = capsys.readouterr().out.splitlines()
     assert said == f"{folder}: 9 rows read, 8 used, 1 skipped: 1 without text (first: blank.md)"

@@ -19,9 +19,11 @@ from waiting import wait_until
 
 from benchmarks.studies import heads
 from benchmarks.studies.presets import make_preset
+from redraft.distill.data.conversations import load_conversations
 from redraft.distill.train.run_config import Prove
 from redraft.engine.process import free_port
 from redraft.heads.catalog import list_trained
+from redraft.recipes import train
 from redraft.recipes.cli.commands import list_recipes
 from redraft.recipes.cli.flags import list_flags, make_unchecked
 from redraft.recipes.cli.run import (
@@ -554,6 +556,53 @@ def test_the_flags_that_are_accepted_are_those_of_the_help(name, shown):
     listed = {flag for flag in read_flags(shown[name]["text"]) if flag.startswith("--")}
     assert listed <= {form for flag in flags for form in flag.forms}
     assert not [flag.name for flag in flags if listed.isdisjoint(flag.forms)]
+
+
+def test_an_error_names_settings_as_the_command_that_ran_spells_them(
+    random_target, tmp_path, monkeypatch, capsys
+):
+    def refusal(*args):
+        assert dispatch(args) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        return error
+
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "good", "completion": "yes"}\n{"odd": 1}\n')
+    assert "(without --strict, " in refusal(
+        "data", str(rows), "--target", str(random_target), "--strict"
+    )
+    monkeypatch.setattr(
+        train, "main", lambda _, cfg: load_conversations(cfg.data.source, strict=cfg.data.strict)
+    )
+    flags = ("--data.source", str(rows), "--data.strict")
+    assert "(without --data.strict, " in refusal("train", "eagle3", *flags)
+
+    for command, said in (
+        ("up TARGET --capture.fraction 2", "--capture.fraction is 2.0: it must be between 0 and 1"),
+        ("serve TARGET --draft ngram --capture.fraction 2", "--capture.fraction is 2.0: "),
+        ("serve TARGET --capture.nats.fleet a.b", "--capture.nats.fleet is 'a.b': "),
+        ("tap http://a:1 --target t --fraction 2", "--fraction is 2.0: "),
+        ("data count --target t --data d --retrieval.max-run 0", "--retrieval.max-run is 0: "),
+        ("train eagle3 --optim.warmup-fraction 2", "--optim.warmup-fraction is 2.0: "),
+        ("train eagle3 --divergence.beta 2", "--divergence.beta is 2.0: "),
+        ("train peagle --head.keep-ratio 2", "--head.keep-ratio must be above 0 and at most 1, "),
+        ("train dflash --head.full-layers 9", "--head.full-layers [9] do not exist: "),
+        ("plan fleet --traffic.tau 9", "--traffic.tau is 9.0: with 3 draft tokens, "),
+        (
+            "train standalone --draft.checkpoint None",
+            "a draft starts from a model, layers of the target or new layers: set "
+            "--draft.checkpoint, --draft.layers or --draft.num-layers",
+        ),
+    ):
+        assert refusal(*command.split()).startswith(f"redraft: {said}")
+
+
+def test_a_config_file_spells_a_refused_setting_as_its_key(tmp_path, capsys):
+    path = tmp_path / "count.toml"
+    path.write_text("[retrieval]\nmax_run = 0\n")
+    assert dispatch(["data", "count", "--config", str(path)]) == 2
+    assert f"{path}: retrieval.max_run is 0: " in capsys.readouterr().err
 
 
 def test_a_flag_given_twice_is_refused_unless_it_takes_more(capsys):

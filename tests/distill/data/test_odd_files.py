@@ -114,7 +114,9 @@ def test_shards_with_a_count_name_their_split_exactly(tmp_path: Path) -> None:
         row = {"prompt": "q", "completion": split}
         write(tmp_path / f"{split}-00000-of-00001.jsonl", json.dumps(row).encode())
     assert answers(str(tmp_path), "train_gen") == ["train_gen"]
-    with pytest.raises(ValueError, match=r"no split train, only .*train_gen.*--split"):
+    with pytest.raises(
+        ValueError, match=r"no split train, only .*train_gen.*: choose one with split"
+    ):
         load_conversations(str(tmp_path))
     (tmp_path / "train_gen-00000-of-00001.jsonl").unlink()
     assert answers(str(tmp_path)) == ["train_sft"]

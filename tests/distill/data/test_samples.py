@@ -276,7 +276,7 @@ def test_an_answer_cut_at_a_length_limit_has_no_end_of_turn() -> None:
 
 def test_plain_texts_have_no_prompts_to_measure_on() -> None:
     texts = [{"messages": [{"role": "text", "content": "abcdefgh"}], "domain": "notes"}]
-    with pytest.raises(ValueError, match=r"--data\.prompts"):
+    with pytest.raises(ValueError, match=r"\bprompts FILE"):
         held_out_prompts(texts, make_tokenizer(CHAT_TEMPLATE), num_prompts=1, max_length=8)
 
 
@@ -425,7 +425,7 @@ def test_a_held_out_conversation_that_the_template_refuses_is_counted(
     said = "held-out prompts: 1; left out: 1 refused by the chat template (roles must alternate)\n"
     assert capsys.readouterr().out == said
     with pytest.raises(
-        ValueError, match=r"\b64\b.*--data\.max-prompt-tokens.*\b1\b.*\(roles must alternate\)"
+        ValueError, match=r"\b64\b.*max_prompt_tokens.*\b1\b.*\(roles must alternate\)"
     ):
         held_out_prompts([twice], tokenizer, num_prompts=4, max_length=64)
 
@@ -511,7 +511,7 @@ def test_held_out_prompts_end_where_the_last_answer_begins() -> None:
     assert tokenizer.decode(prompt.token_ids).endswith(
         "one<|end|>\n<|user|>\nb<|end|>\n<|assistant|>\n"
     )
-    with pytest.raises(ValueError, match=r"\b3\b.*--data\.max-prompt-tokens"):
+    with pytest.raises(ValueError, match=r"\b3\b.*max_prompt_tokens"):
         held_out_prompts([conversation], tokenizer, num_prompts=4, max_length=3)
 
 
