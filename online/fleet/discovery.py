@@ -71,11 +71,13 @@ class FleetConfig:
         """
         if not (self.servers or self.file or self.name):
             raise ValueError(
-                "no servers are configured: set fleet.servers, fleet.file or fleet.name"
+                "no servers are configured: set fleet.servers, fleet.file or fleet.name in "
+                "learner.toml (--config)"
             )
         if (token := find_token(self.token_file)) is None:
             raise ValueError(
-                "there is no token for the servers: set fleet.token_file or REDRAFT_TOKEN"
+                "there is no token for the servers: set fleet.token_file in learner.toml "
+                "(--config), or the environment variable REDRAFT_TOKEN"
             )
         return token
 

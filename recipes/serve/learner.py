@@ -40,7 +40,7 @@ class LearnerCommandConfig(SettingsFile):
 
 def main(cfg: LearnerCommandConfig) -> None:
     if cfg.print_config:
-        print(render_example(LearnerConfig))
+        print(render_example(LearnerConfig, cfg.set))
         return
     settings = load_config(cfg.config, cfg.set)
     # torch reads these variables at its first operation, so they must be set before the import

@@ -44,7 +44,9 @@ class SettingsFile:
     more settings.
     """
     print_config: bool = False
-    """Print a complete TOML file, with the default and meaning of every setting, and exit."""
+    """Print a complete TOML file, with the default and meaning of every setting, and exit. Values
+    of --set replace the defaults; --config is not read.
+    """
 
 
 def read_toml(path: Path, config_type: type[Config], overrides: Sequence[str] = ()) -> Config:
@@ -75,11 +77,22 @@ def read_toml(path: Path, config_type: type[Config], overrides: Sequence[str] = 
     return config
 
 
-def render_example(config_type: type) -> str:
-    return "\n".join(_render_section(config_type, ""))
+def render_example(config_type: type, overrides: Sequence[str] = ()) -> str:
+    """Return a complete file with the default and meaning of every setting.
+
+    Values in `overrides`, which are lines of TOML, replace the defaults.
+
+    Raises:
+        ValueError: an override has an unknown key, or a value of the wrong type.
+    """
+    values: dict[str, Any] = {}
+    for override in overrides:
+        values = merge(values, _parse(override, f"--set {override}"))
+    require_known(values, config_type, "")
+    return "\n".join(_render_section(config_type, "", values))
 
 
-def _render_section(config_type: type, prefix: str) -> Iterator[str]:
+def _render_section(config_type: type, prefix: str, values: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of one table. TOML requires a table's keys to precede its sub-tables."""
     documents, types = read_field_docs(config_type), get_type_hints(config_type)
     sections = [f.name for f in fields(config_type) if is_dataclass(types[f.name])]
@@ -90,14 +103,19 @@ def _render_section(config_type: type, prefix: str) -> Iterator[str]:
         # Do not break at hyphens, because --capture.spool must stay in one piece.
         for line in textwrap.wrap(documents.get(key, ""), COMMENT_COLUMNS, break_on_hyphens=False):
             yield f"# {line}"
-        value = _example_value(config_field)
+        if key in values:
+            value = convert(values[key], types[key], f"--set {prefix}{key}", Path)
+        else:
+            value = _example_value(config_field)
         # TOML has no null, so a setting that is None by default becomes a comment.
         yield f"# {key} =" if value is None else f"{key} = {render_value(value)}"
     for key in sections:
-        section_type = types[key]
+        section_type, section = types[key], values.get(key, {})
         assert isinstance(section_type, type)
+        if not isinstance(section, Mapping):
+            raise ValueError(f"--set {prefix}{key} must be a table: set {prefix}{key}.KEY=VALUE")
         yield f"\n[{prefix}{key}]"
-        yield from _render_section(section_type, f"{prefix}{key}.")
+        yield from _render_section(section_type, f"{prefix}{key}.", section)
 
 
 def _example_value(config_field: Field[Any]) -> Any:

@@ -50,6 +50,31 @@ def test_the_printed_settings_can_be_read_back(capsys, tmp_path):
     assert load_config(tmp_path / "learner.toml").training.fresh_per_step == 4
 
 
+def test_the_printed_settings_have_the_values_of_set(capsys, tmp_path):
+    given = ["--set", "training.lr=5e-4", "--set", 'target="models/mine"', "--set=fleet.poll_s=5"]
+    assert dispatch(["learner", "--print-config", *given]) == 0
+    (tmp_path / "learner.toml").write_text(capsys.readouterr().out)
+    config = load_config(tmp_path / "learner.toml")
+    assert (config.training.lr, config.fleet.poll_s) == (5e-4, 5)
+    assert config.target == tmp_path / "models/mine"
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("trainig.lr=1", "did you mean training?"),
+        ("training.lr=fast", "--set training.lr=fast is not valid TOML"),
+        ('training.lr="fast"', "--set training.lr: "),
+        ("training=1", "--set training must be a table"),
+    ],
+)
+def test_a_wrong_set_is_refused_before_anything_is_printed(override, said, capsys):
+    assert dispatch(["learner", "--print-config", "--set", override]) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err
+    assert (shown.err.count("\n"), shown.out) == (1, "")
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
