@@ -46,6 +46,8 @@ class Forgotten:
     """Whether the draft in training may also have learned from them."""
     clean: str | None
     """Newest published version whose training ended before these records arrived."""
+    current: str | None
+    """The version that is served."""
 
     @property
     def num_records(self) -> int:
@@ -124,7 +126,7 @@ class Reach:
 
     def _tell(self, found: TenantRecords, **numbers: int) -> Forgotten:
         learned: list[str] = []
-        clean = self.registry.current()
+        clean = current = self.registry.current()
         if found.first_seq is not None:
             ends = self.registry.list_training_ends()
             learned = [version for version, end in ends.items() if end >= found.first_seq]
@@ -134,5 +136,9 @@ class Reach:
             )
         is_in_training = found.first_seq is not None and found.first_seq <= self.through
         return Forgotten(
-            learned=tuple(learned), is_in_training=is_in_training, clean=clean, **numbers
+            learned=tuple(learned),
+            is_in_training=is_in_training,
+            clean=clean,
+            current=current,
+            **numbers,
         )

@@ -126,7 +126,12 @@ def _describe_learned(forgotten: Forgotten, cfg: ForgetConfig) -> list[str]:
     command = (
         f"redraft fleet rollback --to {forgotten.clean} --config {shlex.quote(str(cfg.config))}"
     )
-    return [*lines, f"to serve the previous version and continue training from it: {command}"]
+    if forgotten.clean != forgotten.current:
+        return [*lines, f"to serve {forgotten.clean} and continue training from it: {command}"]
+    lines.append(f"the current version, {forgotten.clean}, has not learned from them")
+    if forgotten.is_in_training:
+        lines.append(f"to start training again from it: {command}")
+    return lines
 
 
 async def delete_records(cfg: LearnerConfig, tenant: str, *, is_dry: bool = False) -> Forgotten:

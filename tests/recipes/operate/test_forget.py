@@ -202,7 +202,8 @@ def test_versions_that_may_have_learned_are_named_with_the_way_back(world, some,
     after = [publish(world, through=len(some)), publish(world)]  # the last one does not say
     forgotten = delete(world, "acme")
     assert forgotten.learned == tuple(after)
-    assert (forgotten.clean, forgotten.is_in_training) == (before, False)
+    assert (forgotten.clean, forgotten.current) == (before, after[-1])
+    assert not forgotten.is_in_training
     lines = forget.describe(
         forgotten, forget.ForgetConfig(tenant="acme", config=world.root / "learner.toml")
     )
@@ -211,6 +212,23 @@ def test_versions_that_may_have_learned_are_named_with_the_way_back(world, some,
         for line in lines
     )
     assert delete(world, "acme").learned == (), "the records are gone, and nobody knows any more"
+
+
+@pytest.mark.parametrize("is_in_training", [False, True])
+def test_no_rollback_to_the_current_version_is_proposed_unless_training_starts_again(
+    world, is_in_training
+):
+    """The version that learned was never current, or no longer is."""
+    forgotten = Forgotten(
+        buffer=4, arriving=0, unattributed=0, learned=("v000002",), is_in_training=is_in_training,
+        clean="v000001", current="v000001",
+    )  # fmt: skip
+    cfg = forget.ForgetConfig(tenant="acme", config=world.root / "learner.toml")
+    _, _, learned, *rest = forget.describe(forgotten, cfg)
+    assert "v000002" in learned
+    assert rest[0] == "the current version, v000001, has not learned from them"
+    command = f"redraft fleet rollback --to v000001 --config {cfg.config}"
+    assert rest[1:] == ([f"to start training again from it: {command}"] if is_in_training else [])
 
 
 @pytest.mark.parametrize("name", ["", " "])
@@ -361,4 +379,5 @@ def test_without_a_token_the_records_are_deleted_and_no_server_is_asked(world, m
     (line,), is_held = asyncio.run(forget.forget_live(world.config(fleet=fleet), "acme"))
     prefix = f"no server was asked to delete the text, {forget.UNTIL_IT_ENDS}: "
     assert line.startswith(f"{prefix}there is no token")
+    assert "set fleet.token_file in learner.toml (--config), or " in line
     assert not is_held
