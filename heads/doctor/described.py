@@ -34,11 +34,14 @@ def describe_draft(folder: Path) -> tuple[dict[str, str], list[Finding]]:
             )
         ]
     family = match_tensors(names)
-    if family is None or family.is_lookup:
-        kind = "no draft of a known family" if family is None else family.title
+    if family is None:
+        kind = "no draft of a known family"
         return facts | {"kind": kind}, [
             Finding(f"{folder} holds {kind}", "give the folder of a draft with weights")
         ]
+    if family.is_lookup:
+        target = read_provenance(folder).target or "not named"
+        return describe_lookup(str(folder), family) | {"target": target}, list(_answers(folder))
     findings = list(view_findings(config, family.name)) if family.layers_key else []
     facts |= {
         "kind": family.title,
@@ -57,6 +60,22 @@ def describe_draft(folder: Path) -> tuple[dict[str, str], list[Finding]]:
             )
         )
     return facts, findings
+
+
+def describe_lookup(source: str, family: Family) -> dict[str, str]:
+    """Describe a lookup, which is a folder of counted answers or a name such as `live`."""
+    served = f"by vLLM, with `redraft serve TARGET --draft {source}`"
+    return {"draft": source, "kind": family.title, "served": served}
+
+
+def _answers(folder: Path) -> Iterator[Finding]:
+    from redraft.heads.families.retrieval import require_answers  # imports numpy
+
+    try:
+        require_answers(folder)
+    except ValueError as error:
+        problem, _, cure = str(error).partition(": ")
+        yield Finding(problem, cure)
 
 
 def _needs(config: Mapping[str, Any], family: Family, folder: Path) -> Iterator[str]:

@@ -26,13 +26,15 @@ from redraft.engine.machine import diagnose, gather, list_facts
 from redraft.engine.target_dtype import TargetDtype
 from redraft.files.folder import fetch_model
 from redraft.heads.catalog import Method
-from redraft.heads.doctor.described import describe_draft
+from redraft.heads.doctor.described import describe_draft, describe_lookup
 from redraft.heads.doctor.pair import Finding
 from redraft.heads.engines.table import EngineName
 from redraft.recipes.cli.run import Recipe
 
 if TYPE_CHECKING:  # it loads torch, which an environment may lack
     from redraft.distill.doctor.check_draft import Checked
+
+A_LOOKUP = "no model computes this draft, so there is nothing to compare with a target"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +91,12 @@ def main(cfg: DoctorConfig) -> None:
         # The check of a target and draft itself imports the engine.
         facts = gather(cfg.output, import_engine=cfg.engine == "vllm" and not has_pair)
         machine, found = list_facts(facts), diagnose(facts)
-    pair, notes = {}, []
-    if cfg.url is not None or cfg.target is not None:
+    pair: dict[str, str] = {}
+    notes: list[str] = []
+    if cfg.url is None and cfg.engine in ("vllm", "none") and is_lookup(cfg.draft):
+        pair, alone = check_lookup(str(cfg.draft), cfg.target)
+        notes, found = [A_LOOKUP], [*found, *alone]
+    elif cfg.url is not None or cfg.target is not None:
         checked = check_pair(cfg) if cfg.url is None else check_running(cfg, cfg.url)
         pair, notes = checked.facts, checked.notes
         found = [*found, *checked.findings]
@@ -121,12 +127,46 @@ def choose_recipe(args: Sequence[str], prog: str) -> tuple[Recipe, Sequence[str]
     return Recipe(main=main, config_type=DoctorConfig, description=__doc__, prog=prog), args
 
 
+def is_lookup(source: str | None) -> bool:
+    """Whether this is a draft without a model: counted answers, live counts or n-grams.
+
+    Raises:
+        FileNotFoundError: the draft is neither a folder nor on the hub.
+    """
+    from redraft.eval.forecast.draft_source import DraftSource
+    from redraft.heads.families.retrieval import is_retrieval
+
+    draft = None if source is None else DraftSource.parse(source)
+    if draft is None or draft.lookup is not None:  # of `ngram+HEAD`, the head is checked
+        return False
+    return draft.is_lookup if draft.is_without_folder else is_retrieval(fetch_model(draft.source))
+
+
+def check_lookup(source: str, target: str | None) -> tuple[dict[str, str], list[Finding]]:
+    """Return facts and findings about a draft without a model.
+
+    Raises:
+        FileNotFoundError: there is no such target.
+    """
+    from redraft.eval.forecast.draft_source import DraftSource
+    from redraft.files.target_folder import TargetFolder
+
+    draft = DraftSource.parse(source)
+    if draft.is_without_folder:
+        facts, found = describe_lookup(source, draft.family), list[Finding]()
+    else:
+        facts, found = describe_draft(fetch_model(draft.source))
+    if target is not None:
+        facts = {"target": str(TargetFolder.open(target).folder), **facts}
+    return facts, found
+
+
 def check_alone(source: str) -> tuple[dict[str, str], list[Finding]]:
     """Return facts and findings about the draft's folder, without a target.
 
     Raises:
         FileNotFoundError: the draft is neither a folder nor on the hub.
-        ValueError: the draft is part of the target or is a lookup.
+        ValueError: the draft is part of the target, or is a lookup with a head.
     """
     from redraft.eval.forecast.draft_source import DraftSource
 

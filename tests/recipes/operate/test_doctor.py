@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import tyro
@@ -23,6 +24,8 @@ from redraft.files.checkpoint import load_tokenizer
 from redraft.files.folder import fingerprint
 from redraft.heads.families.eagle1 import Config as Eagle1Config
 from redraft.heads.families.eagle1 import Eagle1
+from redraft.heads.families.retrieval import Config as Counts
+from redraft.heads.families.retrieval import Text, count_answers
 from redraft.heads.target import Target
 from redraft.recipes.cli.run import run_guarded
 from redraft.recipes.operate.doctor import DoctorConfig, choose_recipe, format_findings, main
@@ -269,7 +272,7 @@ def test_problems_keep_the_engine_from_being_started(random_target, tmp_path, ca
         ({"draft": "mtp"}, "set --target as well"),
         ({"target": "{target}", "draft": "{tmp}/nowhere"}, "there is no model folder"),
         ({"target": "{target}", "draft": "ngram+{tmp}/nowhere:2"}, "there is no model folder"),
-        ({"target": "{target}", "draft": "ngram"}, "ngram is a lookup"),
+        ({"target": "{target}", "draft": "ngram", "engine": "sglang"}, "ngram is a lookup"),
         ({"target": "{tmp}/nowhere", "draft": "{draft}"}, "there is no model folder"),
     ],
 )
@@ -384,6 +387,35 @@ def test_a_draft_without_a_module_here_is_named_without_a_target(tmp_path, capsy
     out = capsys.readouterr().out
     assert re.search(r"kind +an XPress draft", out)
     assert "cannot train, forecast" in out
+
+
+@pytest.mark.parametrize("draft", ["live", "ngram", "suffix"])
+def test_a_lookup_is_a_normal_draft_with_nothing_to_compare(draft, random_target, capsys):
+    for flags in ({"draft": draft}, {"draft": draft, "target": str(random_target)}):
+        assert status(**flags, engine="none") == 0
+        out = capsys.readouterr().out
+        assert re.search(rf"served +by vLLM, with `redraft serve TARGET --draft {draft}`\n", out)
+        assert re.search(r"note +no model computes this draft\b", out)
+        assert "problem:" not in out
+
+
+def test_counted_answers_are_a_normal_draft_and_an_empty_table_is_a_problem(
+    random_target, tmp_path, capsys
+):
+    texts = [Text(ids=np.arange(1, 9, dtype=np.int32), is_label=np.ones(8, np.bool_))] * 2
+    folder = tmp_path / "counts"
+    publish(folder, count_answers(texts, Counts()).write, {"target": "org/it"})
+    for flags in ({}, {"target": str(random_target)}):
+        assert status(draft=str(folder), engine="none", **flags) == 0
+        out = capsys.readouterr().out
+        assert re.search(r"kind +counted answers\n", out)
+        assert re.search(rf"served .*--draft {re.escape(str(folder))}`\n", out)
+        assert "Everything fits." in out
+    empty = tmp_path / "empty"
+    shutil.copytree(folder, empty)
+    save_file({"ngrams.runs": torch.zeros(0, 6)}, empty / "model.safetensors")
+    assert status(draft=str(empty), engine="none") == 1
+    assert re.search(r"empty contains no answers\n +fix: count some", capsys.readouterr().out)
 
 
 def test_a_lookup_needs_a_target(capsys):
