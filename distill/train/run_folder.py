@@ -77,6 +77,13 @@ def _lasting(config: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
+def _date(config: dict[str, Any], day: str | None) -> dict[str, Any]:
+    """Return a config with the date of its run, which is `day` if the config sets none."""
+    if not isinstance(config.get("data"), dict):
+        return config
+    return {**config, "data": {**config["data"], "date": config["data"].get("date") or day}}
+
+
 def _find_foreign(folder: Path) -> Path | None:
     """Return the first file in a run's folder that the run itself did not write, or None."""
     if folder.name in ("target-cache", PREVIOUS):
@@ -192,7 +199,10 @@ class RunFolder:
             return self.date.isoformat()
         if started.exists():
             about = json.loads(started.read_text())
-            before, now = _lasting(about.get("config", {})), _lasting(self.config)
+            before, now = (
+                _date(_lasting(config), about.get("date"))
+                for config in (about.get("config", {}), self.config)
+            )
             changed = [key for key in now if before.get(key) != now[key]]
             if not changed:
                 return str(about["date"])

@@ -11,7 +11,7 @@ import datetime
 import json
 import shutil
 import types
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +147,31 @@ def test_the_doctor_takes_the_day_of_the_run_whenever_the_draft_is_published(
         == 0
     )
     assert "Everything fits." in capsys.readouterr().out
+
+
+def test_a_date_given_to_a_resumed_run_is_that_of_the_run_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(folder: Path, date: str | None) -> datetime.date:
+        config = {"data": asdict(Data(date=date))}
+        day = template_day.choose_day(date)
+        run = RunFolder.open(folder, config, Accelerator(cpu=True), overwrite=False, date=day)
+        (folder / "checkpoints").mkdir(exist_ok=True)  # work that would be lost
+        return run.date
+
+    for first, then in (
+        (None, None),
+        (None, str(FIRST)),
+        (str(FIRST), None),
+        (str(FIRST), str(FIRST)),
+    ):
+        folder = tmp_path / f"{first}-{then}"
+        set_day(monkeypatch, FIRST)
+        start(folder, first)
+        set_day(monkeypatch, SECOND)
+        assert start(folder, then) == FIRST
+        with pytest.raises(ValueError, match=rf"data\.date was '{FIRST}' and is now '{SECOND}'"):
+            start(folder, str(SECOND))
 
 
 def test_a_baseline_of_another_day_is_of_the_same_prompts(
