@@ -63,7 +63,7 @@ from benchmarks.demo.online_stage import Stage, make_scene
 from redraft.distill.data.day import choose_day
 from redraft.engine.measure import Measurement, measure
 from redraft.engine.prompts import Prompt
-from redraft.eval.report.page import write_page
+from redraft.eval.report.page import charts_of, write_page
 from redraft.files.artifact import PROVENANCE
 from redraft.files.checkpoint import load_causal_lm
 from redraft.files.progress import Progress
@@ -86,11 +86,7 @@ INTERPRETED = (
 
 TEMPLATE = Path(__file__).parent / "templates" / "online.html.j2"
 
-
-def draw_charts(report: Mapping[str, Any]) -> dict[str, Any]:
-    from benchmarks.demo.online_charts import build_charts
-
-    return build_charts(report)
+draw_charts = charts_of("benchmarks.demo.online_charts")
 
 
 def main(cfg: Config) -> None:
@@ -366,10 +362,10 @@ def replay(cfg: Config, stage: Stage) -> dict[str, Any]:
     """
     b = stage.scene.domains[1]
     records = read_provenance(stage.registry, stage.registry.current() or "").get("records", 0)
-    with Replayer(
+    replayer = Replayer(
         stage.config, stage.target, stage.test[b], cfg.num_speculative_tokens, cfg.max_tokens
-    ) as replayer:
-        return replayer.run(records, b, range(cfg.seeds), stage.folder / "ceiling")
+    )
+    return replayer.run(records, b, range(cfg.seeds), stage.folder / "ceiling")
 
 
 def copy_draft(draft: Path, like: Path, folder: Path) -> None:

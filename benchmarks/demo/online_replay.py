@@ -14,7 +14,7 @@ S = seeds, N = prompts.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,7 @@ class Replayer:
     ) -> None:
         self.cfg, self.target, self.num_speculative_tokens = cfg, target, num_speculative_tokens
         opened = TargetFolder.open(cfg.target)
+        self.fingerprint = opened.fingerprint
         self.first = Registry(cfg.registry).path(FIRST)
         self.candidate = Candidate(cfg.training, cfg.draft.family, cfg.target)
         self.continuations = greedy_continuations(
@@ -64,13 +65,6 @@ class Replayer:
             num_speculative_tokens=num_speculative_tokens,
             end_ids=opened.end_ids,
         )
-        self.buffer = Buffer(cfg.buffer_config, opened.fingerprint)
-
-    def __enter__(self) -> Replayer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.buffer.close()
 
     def run(
         self, num_records: int, domain: str, seeds: Sequence[int], ceiling: Path
@@ -79,35 +73,28 @@ class Replayer:
 
         The first ceiling is written to `ceiling`.
         """
-        stored = self.buffer.fresh(0, 1_000_000)
-        of_domain = [one.record for one in stored if one.record.domain == domain]
         steps = -(-num_records // self.cfg.training.fresh_per_step)
         before_N2 = self._judge(self.first)
         runs: dict[str, list[NDArray[np.float64]]] = {"learned": [], "ceiling": []}
-        with (
-            tempfile.TemporaryDirectory() as scratch,
-            Progress(total=2 * len(seeds) * steps, desc="replay offline", unit="step") as bar,
-        ):
+        with Buffer(self.cfg.buffer_config, self.fingerprint) as buffer:
+            stored = buffer.fresh(0, 1_000_000)
+            of_domain = [one.record for one in stored if one.record.domain == domain]
             for seed in seeds:
                 own = self.cfg.training.fresh_per_step, self.cfg.training.replay_per_step
-                in_order = list_steps(self.buffer, self.cfg.replay, *own, steps, seed)
+                in_order = list_steps(buffer, self.cfg.replay, *own, steps, seed)
                 for name, batches in (
                     ("learned", ([*fresh, *replayed] for fresh, replayed in in_order)),
                     ("ceiling", self._at_random(of_domain, steps, seed)),
                 ):
-                    self.candidate.begin(self.first)
-                    for step, records in enumerate(batches):
-                        # This has the same form as the learner's seeds (`Trainer.step`). No run has
-                        # a million steps, so no two seeds are equal.
-                        self.candidate.step(records, seed * 1_000_003 + step)
-                        bar.update()
-                    folder = Path(scratch) / f"{name}-{seed}"
-                    folder.mkdir()
-                    self.candidate.write(folder)
-                    runs[name].append(self._judge(folder / DRAFT))
-                    # The engine measures the ceiling of the first seed only.
-                    if name == "ceiling" and not ceiling.exists():
-                        (folder / DRAFT).rename(ceiling)
+                    title = f"replay offline, {name}, seed {seed}"
+                    with tempfile.TemporaryDirectory() as folder:
+                        draft = train_from(
+                            self.candidate, self.first, batches, steps, Path(folder), title, seed
+                        )
+                        runs[name].append(self._judge(draft))
+                        # The engine measures the ceiling of the first seed only.
+                        if name == "ceiling" and not ceiling.exists():
+                            draft.rename(ceiling)
         share = estimate_share(before_N2, np.stack(runs["learned"]), np.stack(runs["ceiling"]))
         return {
             **share,
@@ -139,6 +126,28 @@ class Replayer:
             [(prompt.counts.num_accepted, prompt.counts.num_drafts) for prompt in found.per_prompt],
             float,
         )
+
+
+def train_from(
+    candidate: Candidate,
+    first: Path,
+    batches: Iterable[Sequence[Record]],
+    steps: int,
+    folder: Path,
+    title: str,
+    seed: int = 0,
+) -> Path:
+    """Train from the version `first`, write the draft into `folder`, and return its path.
+
+    Each of the `batches` has the records of one step; there are at most `steps`.
+    """
+    candidate.begin(first)
+    for step, records in enumerate(Progress(batches, total=steps, desc=title, unit="step")):
+        # This has the same form as the learner's seeds (`Trainer.step`). No run has a million
+        # steps, so no two seeds are equal.
+        candidate.step(records, seed * 1_000_003 + step)
+    candidate.write(folder)
+    return folder / DRAFT
 
 
 def list_steps(

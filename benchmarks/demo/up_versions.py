@@ -17,15 +17,14 @@ from typing import Any
 
 from benchmarks.demo.online import read_provenance
 from benchmarks.demo.online_charts import draw_versions
+from benchmarks.demo.online_replay import train_from
 from benchmarks.demo.online_report import count_minutes_to_adapt, find_minutes
 from redraft.eval.report.charts import Spec, to_spec
-from redraft.files.progress import Progress
 from redraft.online.daemon.config import LearnerConfig
 from redraft.online.daemon.judging import Judge
 from redraft.online.daemon.opening import opened
 from redraft.online.journal import Entry
-from redraft.online.learning.buffer import Buffer
-from redraft.online.learning.candidate import DRAFT, Candidate
+from redraft.online.learning.candidate import Candidate
 from redraft.online.learning.config import Replay
 
 UNIFORM = Replay(half_life_s=1e15, surprise=0.0)
@@ -64,10 +63,19 @@ def compare_versions(
         if rows[-1]["origin"] != "learned" or rows[-1]["tau"] is None:
             return found | {"minutes_to_adapt": None}
         steps = -(-rows[-1]["records"] // cfg.training.fresh_per_step)
-        through = provenance["trained_through"]
-        ceiling = Path(scratch)
-        train_ceiling(judge.candidate, registry.path(versions[0]), buffer, through, steps, ceiling)
-        gain = judge.judge_draft(ceiling / DRAFT, versions[-1], 1).overall
+        batches = (
+            buffer.replay(
+                cfg.training.fresh_per_step + cfg.training.replay_per_step,
+                through=provenance["trained_through"],
+                now_s=time.time(),
+                seed=step,
+                policy=UNIFORM,
+            )
+            for step in range(steps)
+        )
+        first, title = registry.path(versions[0]), "a head trained offline"
+        ceiling = train_from(judge.candidate, first, batches, steps, Path(scratch), title)
+        gain = judge.judge_draft(ceiling, versions[-1], 1).overall
     if gain is not None:
         found |= {"tau_offline": gain.tau_candidate, "gain_offline": [gain.lower, gain.upper]}
         found["steps"] = steps
@@ -91,21 +99,3 @@ def find_tau(counts: Sequence[tuple[float, float]]) -> float | None:
     """Return tau of (drafts, accepted tokens) by request."""
     drafts = sum(drafts for drafts, _ in counts)
     return 1 + sum(accepted for _, accepted in counts) / drafts if drafts else None
-
-
-def train_ceiling(
-    candidate: Candidate, first: Path, buffer: Buffer, through: int, steps: int, folder: Path
-) -> None:
-    """Train from the first version on random records up to this number, and write it to a folder."""
-    training = candidate.cfg
-    candidate.begin(first)
-    for step in Progress(range(steps), desc="a head trained offline", unit="step"):
-        records = buffer.replay(
-            training.fresh_per_step + training.replay_per_step,
-            through=through,
-            now_s=time.time(),
-            seed=step,
-            policy=UNIFORM,
-        )
-        candidate.step(records, step)
-    candidate.write(folder)

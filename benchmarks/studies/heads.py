@@ -29,13 +29,14 @@ from redraft.distill.data.day import keep_day
 from redraft.distill.loss.choice import Divergence
 from redraft.engine.machine import environment
 from redraft.eval.intervals import Estimate, estimate_gain, subtract_independent
-from redraft.eval.report.page import write_page
+from redraft.eval.report.page import charts_of, write_page
 from redraft.files.artifact import write_whole
 from redraft.heads.catalog import find_family
 from redraft.recipes.cli.run import run_recipe
 
 TEMPLATE = Path(__file__).parent / "templates" / "heads.html.j2"
 
+draw_charts = charts_of("benchmarks.studies.heads_charts")
 
 HeadName = Literal["eagle3", "peagle", "dflash", "dspark", "eagle1", "mtp", "medusa"]
 NOTES: dict[HeadName, str] = {
@@ -80,12 +81,6 @@ class Config:
     """Argument to append to the command of every recipe; repeat the flag for each word:
     --flags=--loop.steps --flags=2.
     """
-
-
-def draw_charts(report: Mapping[str, Any]) -> dict[str, Any]:
-    from benchmarks.studies.heads_charts import build_charts
-
-    return build_charts(report)
 
 
 def main(cfg: Config) -> None:

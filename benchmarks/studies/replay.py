@@ -15,29 +15,27 @@ interval over requests and seeds. After a kill, the same command continues the s
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import tyro
 
-from benchmarks.demo.online_replay import list_steps
+from benchmarks.demo.online_replay import list_steps, train_from
 from benchmarks.results import write_results
 from benchmarks.time_to_tau.bench import describe, spell
 from benchmarks.time_to_tau.curves import Curve, estimate, gain_in_tau, last_tau
 from redraft.distill.train.run_config import require_least
-from redraft.engine.counts import AcceptanceCounts
-from redraft.files.artifact import write_whole
-from redraft.files.progress import Progress
+from redraft.files.kept import compute_once
 from redraft.online.daemon.config import LearnerConfig, load_config
 from redraft.online.daemon.judging import Judge
 from redraft.online.daemon.opening import opened
 from redraft.online.learning.buffer import Buffer
-from redraft.online.learning.candidate import DRAFT, Candidate
+from redraft.online.learning.candidate import Candidate
 from redraft.online.learning.scoring import Request, RequestScore
 from redraft.online.records.record import Record
 
@@ -77,47 +75,6 @@ class Setting:
 Scores = Mapping[Request, RequestScore]
 
 
-@dataclass(frozen=True)
-class Kept:
-    """The file with the scores of a finished training run, for a study that was killed."""
-
-    path: Path
-    steps: int
-    settings: str
-    """The learner's settings."""
-    seqs: Sequence[int]
-
-    @property
-    def _made_with(self) -> dict[str, Any]:
-        return {"steps": self.steps, "settings": self.settings, "seqs": list(self.seqs)}
-
-    def read(self) -> Scores | None:
-        """Return the scores; None if no such training run is saved."""
-        if not self.path.is_file():
-            return None
-        found = json.loads(self.path.read_text())
-        if any(found.get(key) != value for key, value in self._made_with.items()):
-            return None
-        return {
-            (server, request): RequestScore(
-                domain, AcceptanceCounts(num_drafts=drafts, num_accepted=accepted)
-            )
-            for server, request, domain, drafts, accepted in found["requests"]
-        }
-
-    def write(self, scores: Scores) -> None:
-        requests = [
-            [
-                *request,
-                score.domain,
-                float(score.counts.num_drafts),
-                float(score.counts.num_accepted),
-            ]
-            for request, score in scores.items()
-        ]
-        write_whole(self.path, json.dumps(self._made_with | {"requests": requests}))
-
-
 def main(cfg: Config) -> None:
     """Train, judge, and write the table after each seed.
 
@@ -135,13 +92,15 @@ def main(cfg: Config) -> None:
         for seed in range(cfg.seeds):
             for setting, found in scores.items():
                 name = f"{setting}, seed {seed}"
-                kept = Kept(cfg.output / f"{name}.json", cfg.steps, settings, seqs)
-                done = kept.read()
-                if done is None:
-                    steps = take_steps(buffer, learner, setting, cfg.steps, seed)
-                    done = train(candidate, judge, first, steps, seqs, seed, name)
-                    kept.write(done)
-                found.append(done)
+                batches = take_steps(buffer, learner, setting, cfg.steps, seed)
+                scored = compute_once(
+                    cfg.output,
+                    name,
+                    [cfg.steps, settings, seqs],
+                    list[tuple[Request, RequestScore]],
+                    partial(train, judge, first, batches, cfg.steps, seqs, name, seed),
+                )
+                found.append(dict(scored))
             rows = make_table(scores, own_setting(learner))
             write_results(cfg.output / "table.json", {"steps": cfg.steps, "rows": rows})
     for row in rows:
@@ -180,21 +139,18 @@ def take_steps(
 
 
 def train(
-    candidate: Candidate,
     judge: Judge,
     first: Path,
-    steps: Iterator[list[Record]],
+    batches: Iterator[list[Record]],
+    steps: int,
     seqs: Sequence[int],
-    seed: int,
     title: str,
-) -> Scores:
+    seed: int,
+) -> list[tuple[Request, RequestScore]]:
     """Train from the first version, and return the scores on the held-out requests."""
-    candidate.begin(first)
-    for step, records in enumerate(Progress(steps, desc=title, unit="step")):
-        candidate.step(records, seed * 1_000_003 + step)  # as in `Replayer.run`
     with tempfile.TemporaryDirectory() as folder:
-        candidate.write(Path(folder))
-        return judge.score(Path(folder) / DRAFT, seqs)
+        draft = train_from(judge.candidate, first, batches, steps, Path(folder), title, seed)
+        return list(judge.score(draft, seqs).items())
 
 
 # ------------------------------------------------------------------------------------------------------

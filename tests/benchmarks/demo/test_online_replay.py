@@ -168,8 +168,8 @@ def test_the_replay_trains_on_the_records_and_judges_both_drafts(
         for _ in range(24)
     ]
     target = load_causal_lm(random_target).eval()
-    with Replayer(cfg, target, prompts, 2, ANSWER_TOKENS) as replayer:
-        found = replayer.run(64, "prose", range(2), tmp_path / "ceiling")
+    replayer = Replayer(cfg, target, prompts, 2, ANSWER_TOKENS)
+    found = replayer.run(64, "prose", range(2), tmp_path / "ceiling")
     assert (found["steps"], found["num_prompts"], found["seeds"]) == (16, 24, [0, 1])
     assert len(found["tau_learned"]) == len(found["tau_ceiling"]) == 2
     assert min(found["tau_learned"] + found["tau_ceiling"]) > found["tau_before"], (
