@@ -38,11 +38,11 @@ from numpy.typing import NDArray
 
 from benchmarks.adaptive import simulate_adaptive
 from benchmarks.planted import measure_doctor
+from benchmarks.results import write_results
 from benchmarks.served import ServedCase, measure_served
 from redraft.engine.counts import AcceptanceCounts
 from redraft.eval.intervals import estimate_gain, estimate_ratio
 from redraft.eval.report.regression import Counted, Draft, PromptId, Report, Target, compare_reports
-from redraft.files.artifact import write_whole
 from redraft.online.fleet.rollout import (
     MIN_POLLS,
     Finding,
@@ -113,9 +113,7 @@ def main(cfg: Config) -> None:
         report["served"] = measure_served(ServedCase(seed=cfg.seed), cfg.output / "served")
     for name, section in report.items():
         print(f"{name}: {json.dumps(section)}")
-    cfg.output.mkdir(parents=True, exist_ok=True)
-    write_whole(cfg.output / "report.json", json.dumps(report, indent=2) + "\n")
-    print(f"report: {cfg.output / 'report.json'}")
+    write_results(cfg.output / "report.json", report)
 
 
 def simulate(trials: int, seed: int = 0) -> dict[str, Any]:

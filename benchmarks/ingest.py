@@ -163,14 +163,6 @@ def line(name: str, result: dict[str, Any]) -> str:
 # the sides
 
 
-def end_to_end(bench: Bench, name: str) -> float:
-    return asyncio.run(_through_the_log(bench, name, is_full=False))
-
-
-def drain(bench: Bench, name: str) -> float:
-    return asyncio.run(_through_the_log(bench, name, is_full=True))
-
-
 async def _through_the_log(bench: Bench, name: str, *, is_full: bool) -> float:
     from redraft.online.learning.stream import StreamSource
 
@@ -185,14 +177,6 @@ async def _through_the_log(bench: Bench, name: str, *, is_full: bool) -> float:
         await source.close()
     await _end(bench, name, is_full)
     return taken_s
-
-
-def raw(bench: Bench, name: str) -> float:
-    return asyncio.run(_raw(bench, name, is_full=False))
-
-
-def raw_drain(bench: Bench, name: str) -> float:
-    return asyncio.run(_raw(bench, name, is_full=True))
 
 
 async def _raw(bench: Bench, name: str, *, is_full: bool) -> float:
@@ -261,11 +245,11 @@ def embedded(bench: Bench, name: str) -> float:
 
 
 SIDES: dict[str, Side] = {
-    "end to end": end_to_end,
-    "raw": raw,
+    "end to end": lambda bench, name: asyncio.run(_through_the_log(bench, name, is_full=False)),
+    "raw": lambda bench, name: asyncio.run(_raw(bench, name, is_full=False)),
     "embedded": embedded,
-    "drain": drain,
-    "raw drain": raw_drain,
+    "drain": lambda bench, name: asyncio.run(_through_the_log(bench, name, is_full=True)),
+    "raw drain": lambda bench, name: asyncio.run(_raw(bench, name, is_full=True)),
 }
 
 

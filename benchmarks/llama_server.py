@@ -21,7 +21,7 @@ CONTEXT = 2048
 
 @contextmanager
 def serving(
-    target: Path, *, draft: Path | None = None, kind: str = "", tokens: int = 3, threads: int = 1
+    target: Path, *, draft: Path | None = None, kind: str = "", tokens: int = 3
 ) -> Iterator[httpx.Client]:
     """Start a server in a separate process, and yield a client for it.
 
@@ -30,7 +30,7 @@ def serving(
     Raises:
         ChildProcessError: the server did not start; the message is its last line of output.
     """
-    command = [sys.executable, "-m", "benchmarks.llama_server", str(target), f"--threads={threads}"]
+    command = [sys.executable, "-m", "benchmarks.llama_server", str(target)]
     if draft is not None:
         command += [f"--draft={draft}", f"--type={kind}", f"--tokens={tokens}"]
     with subprocess.Popen(
@@ -73,13 +73,12 @@ def main() -> None:
     parser.add_argument("--draft")
     parser.add_argument("--type", default="")
     parser.add_argument("--tokens", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     params = llama.CommonParams()
     params.model.path, params.n_ctx, params.n_parallel = args.target, CONTEXT, 1
     params.warmup = params.fit_params = False
     params.verbosity, params.endpoint_metrics = 1, True
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = args.threads
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
     params.cache_type_k = params.cache_type_v = llama.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = llama.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     if args.draft:
@@ -89,7 +88,7 @@ def main() -> None:
         draft = params.speculative.draft
         draft.mparams.path = args.draft
         draft.n_max, draft.n_min, draft.p_min = args.tokens, 0, 0.0
-        draft.cpuparams.n_threads = draft.cpuparams_batch.n_threads = args.threads
+        draft.cpuparams.n_threads = draft.cpuparams_batch.n_threads = 1
         draft.cache_type_k = draft.cache_type_v = llama.ggml_type.GGML_TYPE_F32
     server = llama.Server(params)
     print(server.listening_address, flush=True)

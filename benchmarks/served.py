@@ -64,7 +64,10 @@ def measure_served(case: ServedCase, folder: Path) -> dict[str, Any]:
     """Measure the forecasts' relative error in tau, with the target's filters and without."""
     target = make_target(case.target, folder / "target")
     draft = make_draft(case.target, folder / "draft", case.seed)
-    prompts = choose_prompts(case, target)
+    _, held_out = split_held_out(load_conversations("stdlib"), 0.2)
+    prompts = held_out_prompts(
+        held_out, target.files.tokenizer, num_prompts=case.num_prompts, max_length=256
+    )
     protocol = Protocol(
         # `forecast` passes the sampling in the target's folder.
         temperatures=(),
@@ -126,13 +129,6 @@ def make_draft(source: Path, folder: Path, seed: int) -> Path:
             weight.data += NOISE * weight.std() * torch.randn(weight.shape, generator=generator)
     StandaloneDraft(model).export(folder, tokenizer=TargetFolder.open(source).tokenizer)
     return folder
-
-
-def choose_prompts(case: ServedCase, target: LoadedTarget) -> list[Prompt]:
-    _, held_out = split_held_out(load_conversations("stdlib"), 0.2)
-    return held_out_prompts(
-        held_out, target.files.tokenizer, num_prompts=case.num_prompts, max_length=256
-    )
 
 
 def ask_engine(

@@ -26,9 +26,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 
@@ -106,7 +108,8 @@ def main(cfg: Config) -> None:
     target = cfg.target or str(make_target(cfg.parts))
     rows = []
     for case in list_cases(cfg, target):
-        command = [sys.executable, "-m", "benchmarks.step_profile", MARK, case_json(case)]
+        command = [sys.executable, "-m", "benchmarks.step_profile", MARK]
+        command.append(msgspec.json.encode(case).decode())
         done = subprocess.run(command, env=environment_of(case), stdout=subprocess.PIPE, text=True)
         lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
         if done.returncode or not lines:
@@ -134,10 +137,6 @@ def list_cases(cfg: Config, target: str) -> list[Case]:
             case(f"{name}, pace", number, plugin=True, pace=str(number)),
         ]
     return cases
-
-
-def case_json(case: Case) -> str:
-    return msgspec.json.encode(case).decode()
 
 
 def environment_of(case: Case) -> dict[str, str]:
@@ -206,7 +205,6 @@ def time_parts(core: Any, step: Callable[[], object], steps: int) -> dict[str, f
     """Return the median milliseconds of a step and its parts."""
     runner = core.model_executor.driver_worker.worker.model_runner
     spent: dict[str, list[float]] = {name: [] for name in PARTS}
-    found: dict[str, float] = {}
 
     def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def call_and_time(*args: Any, **kwargs: Any) -> Any:
@@ -218,22 +216,17 @@ def time_parts(core: Any, step: Callable[[], object], steps: int) -> dict[str, f
 
         return call_and_time
 
-    kept = []
-    for name, method in PARTS.items():
-        owner = core.scheduler if hasattr(core.scheduler, method) else runner
-        if hasattr(owner, method):
-            kept.append((owner, method, vars(owner).get(method)))
-            setattr(owner, method, timed(name, getattr(owner, method)))
     whole = []
-    for _ in range(steps):
-        began_s = time.perf_counter()
-        step()
-        whole.append(1e3 * (time.perf_counter() - began_s))
-    for owner, method, earlier in kept:
-        if earlier is None:
-            delattr(owner, method)
-        else:
-            setattr(owner, method, earlier)
+    with ExitStack() as patched:
+        for name, method in PARTS.items():
+            owner = core.scheduler if hasattr(core.scheduler, method) else runner
+            if hasattr(owner, method):
+                call = timed(name, getattr(owner, method))
+                patched.enter_context(mock.patch.object(owner, method, call))
+        for _ in range(steps):
+            began_s = time.perf_counter()
+            step()
+            whole.append(1e3 * (time.perf_counter() - began_s))
     found = {name: statistics.median(some) for name, some in spent.items() if some}
     found["step"] = statistics.median(whole)
     return {**found, "between": found["step"] - sum(found.get(name, 0.0) for name in PARTS)}

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -219,10 +219,9 @@ class Stage:
     def registry(self) -> Registry:
         return Registry(self.config.registry)
 
-    @contextmanager
-    def server(self, core: int) -> Iterator[Server]:
+    def server(self, core: int) -> AbstractContextManager[Server]:
         environment = runner_environment(self.cfg.runner)
-        with start_server(
+        return start_server(
             self.scene.target,
             self.config.registry,
             spool=self.folder / "spool",
@@ -237,8 +236,7 @@ class Stage:
             # The interpreter of V2's kernels cannot be compiled.
             mode="eager" if "TRITON_INTERPRET" in environment else "compiled",
             environment=environment,
-        ) as server:
-            yield server
+        )
 
     def configure(self, servers: Sequence[Server]) -> None:
         self.config = write_learner_config(

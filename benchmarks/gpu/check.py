@@ -20,7 +20,6 @@ by side. On a CPU, step, loss and engine are skipped.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -28,10 +27,12 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
+
+import msgspec
 
 PhaseName = Literal["facts", "tests", "train", "micro", "step", "loss", "engine"]
 
@@ -144,7 +145,7 @@ def run_phase(phase: Phase, cfg: Config, device: str, left_s: float) -> Ended:
         return Ended(name=phase.name, outcome="left out", seconds=0)
     file = cfg.output / f"{phase.name}.json"
     file.unlink(missing_ok=True)
-    settings = json.dumps(asdict(cfg), default=str)
+    settings = msgspec.json.encode(cfg, enc_hook=str).decode()
     command = [sys.executable, "-m", "benchmarks.gpu.check", phase.name, settings]
     began_s = time.monotonic()
     with (cfg.output / f"{phase.name}.log").open("w") as log:
@@ -168,12 +169,7 @@ def measure(name: str, settings: str) -> None:
     """Run a phase in this process."""
     from benchmarks.gpu.results import Results
 
-    read: dict[str, Any] = json.loads(settings)
-    values: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in read.items()
-    }
-    values["output"] = Path(read["output"])
-    cfg = Config(**values)
+    cfg = msgspec.json.decode(settings, type=Config, dec_hook=lambda kind, text: kind(text))
     phase = next(one for one in PHASES if one.name == name)
     module = import_module(f"benchmarks.gpu.{phase.module}")
     module.MEASURES[name](cfg, Results(cfg.output / f"{name}.json"))

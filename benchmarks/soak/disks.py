@@ -87,7 +87,8 @@ def mounted(image: Path, folder: Path, num_bytes: int) -> Iterator[Disk]:
     with image.open("wb") as file:
         file.truncate(num_bytes)
     # -m 0 reserves no blocks for root, because the soak runs as root.
-    _run(str(tools[0]), "-q", "-F", "-m", "0", str(image))
+    make = [str(tools[0]), "-q", "-F", "-m", "0", str(image)]
+    subprocess.run(make, check=True, capture_output=True)
     if subprocess.run(
         [str(tools[1]), "-o", "loop", image, folder], capture_output=True, check=False
     ).returncode:
@@ -113,7 +114,3 @@ def _unmount(folder: Path) -> None:
     # process may still have a file open.
     for command in (["fsfreeze", "-u"], ["umount", "--lazy"]):
         subprocess.run([*command, folder], capture_output=True, check=False)
-
-
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True)

@@ -25,6 +25,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -149,22 +150,14 @@ async def find_problem(world: World, target: str) -> str:
 # the acts
 
 
-async def kill(world: World, target: str) -> None:
+async def kill(world: World, target: str, child: str = "") -> None:
+    """Kill a process or, if given, its child, and wait until the process has exited.
+
+    Otherwise, the next check would see it as healthy.
+    """
     process = world.processes[target]
     with suppress(LookupError):  # it is down already, after another fault
-        process.kill()
-    await _until_ended(process)
-
-
-async def kill_engine(world: World, target: str) -> None:
-    process = world.processes[target]
-    with suppress(LookupError):
-        process.kill(child="EngineCore")
-    await _until_ended(process)
-
-
-async def _until_ended(process: Supervised) -> None:
-    """Wait until the killed run has exited, so that the next check does not see it as healthy."""
+        process.kill(child)
     run, end_s = process.run, time.monotonic() + 60
     while run.ended_s is None:
         if time.monotonic() > end_s:
@@ -436,7 +429,10 @@ def list_faults(stage: Stage) -> list[Fault]:
     processes = [*stage.servers, *learners, *stage.taps, "broker"]
     faults = [
         *(Fault("kill", name, kill) for name in processes),
-        *(Fault("kill the engine of", name, kill_engine) for name in stage.servers),
+        *(
+            Fault("kill the engine of", name, partial(kill, child="EngineCore"))
+            for name in stage.servers
+        ),
         *(Fault("stop", name, stop) for name in processes),
         *(Fault("a pipe as weights of", name, offer_pipe) for name in stage.servers[:1]),
         Fault("hostile records to", "broker", poison_log),

@@ -31,6 +31,7 @@ from pathlib import Path
 
 import httpx
 
+from benchmarks.broker import find_broker
 from benchmarks.demo.fleet import begin_report
 from benchmarks.results import write_results
 from benchmarks.soak.attack import BURST, Attack, Door
@@ -158,7 +159,15 @@ async def play(cfg: Config, stage: Stage, rng: random.Random) -> Seen:
     acked = {"log": set(witness.acked), "spool": shipper.shipped}
     return Seen(
         num_planned=cfg.faults,
-        faults=[see_fault(one) for one in sorted(injected, key=lambda one: one.began)],
+        faults=[
+            FaultSeen(
+                name=one.fault.name,
+                at=f"{one.began:%H:%M:%S}",
+                problem=one.problem,
+                seconds=one.seconds,
+            )
+            for one in sorted(injected, key=lambda one: one.began)
+        ],
         records={
             way: see_records(stage.learners[name], acked[way])
             for way, name in (("log", "learner"), ("spool", "spool-learner"))
@@ -187,7 +196,8 @@ def build_processes(stage: Stage) -> dict[str, Supervised]:
     async def store_probe() -> None:  # the liveness probe of docs/fleet.md: `redraft fleet probe`
         await probe(stage.ingest, NATS)
 
-    broker = Supervised("broker", stage.build_broker(), stage.log("broker"), liveness=store_probe)
+    command = [find_broker(), "-c", str(stage.folder / "nats.conf")]
+    broker = Supervised("broker", command, stage.log("broker"), liveness=store_probe)
     others = [
         *(stage.build_learner(name) for name in stage.learners),
         *(stage.build_tap(number + 1) for number in range(len(stage.taps))),
@@ -394,12 +404,6 @@ def keep_evidence(stage: Stage, folder: Path) -> None:
     """
     for name, disk in stage.disks.items():
         shutil.copytree(disk.folder, folder / name, dirs_exist_ok=True)
-
-
-def see_fault(one: Injected) -> FaultSeen:
-    return FaultSeen(
-        name=one.fault.name, at=f"{one.began:%H:%M:%S}", problem=one.problem, seconds=one.seconds
-    )
 
 
 def read_settled(cfg: LearnerConfig | None) -> list[list[int]]:

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.broker import find_broker
 from benchmarks.demo.fleet import fastest_precision
 from benchmarks.soak.disks import Disk, mounted
 from benchmarks.soak.supervisor import Supervised
@@ -157,14 +156,6 @@ class Stage:
         tap = self._build(name, "tap", server, "--target", str(self.target), *sample, *ports)
         tap.port = self.ports[name]
         return tap
-
-    def build_broker(self) -> list[str]:
-        """Return the command that starts nats-server.
-
-        Raises:
-            FileNotFoundError: nats-server is not installed.
-        """
-        return [find_broker(), "-c", str(self.folder / "nats.conf")]
 
     def _build(self, name: str, *command: str) -> Supervised:
         environment = {"OMP_NUM_THREADS": "1", **self._shift_clock(name)}

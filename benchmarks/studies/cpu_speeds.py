@@ -14,7 +14,6 @@ lengths.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Mapping
@@ -22,13 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from redraft.engine.machine import environment
+from benchmarks.results import write_results
 from redraft.engine.measure import Measurement, measure
 from redraft.engine.prompts import Prompt
 from redraft.engine.server import Mode, vllm_server
 from redraft.engine.settings import write_settings
 from redraft.eval.serving.baseline import count_speeds
-from redraft.files.artifact import write_whole
 from redraft.recipes.cli.run import run_recipe
 
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
@@ -70,8 +68,7 @@ def main(cfg: Config) -> None:
                 f"tokens/s, median {row['median']:.0f}, {row['speeds']} speed(s)",
                 flush=True,
             )
-    report = {"target": cfg.target, "rows": rows, "environment": environment()}
-    write_whole(cfg.output / "report.json", json.dumps(report, indent=1))
+    write_results(cfg.output / "report.json", {"target": cfg.target, "rows": rows})
 
 
 def measure_setting(

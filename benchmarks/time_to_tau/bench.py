@@ -329,7 +329,6 @@ def report(cfg: Config, target: str, judged: Mapping[str, Sequence[Judged]]) -> 
         **compared,
         "trainers": trainers,
     }
-    cfg.folder.mkdir(parents=True, exist_ok=True)
     write_results(cfg.folder / "report.json", content)
     points = [
         {"series": entry["title"], "x": point["minutes"], **point}
