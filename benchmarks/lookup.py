@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import sys
 import time
 import tracemalloc
 from collections import deque
@@ -33,21 +32,18 @@ import httpx
 import numpy as np
 import torch
 
-from benchmarks.demo.fleet import Answer, stream
+from benchmarks.demo.fleet import answer_all, find_rate
 from benchmarks.demo.online_config import SMOLLM2
 from benchmarks.demo.online_config import Config as SceneConfig
 from benchmarks.demo.online_stage import count_kv_bytes, make_scene
-from benchmarks.demo.up import list_arguments
+from benchmarks.demo.up import serving
 from benchmarks.fleet import run_tests
 from benchmarks.results import write_results
 from redraft.distill.data.day import choose_day
 from redraft.distill.data.samples import held_out_prompts
 from redraft.engine.counters import parse_counts
 from redraft.engine.device_runs import CHANGE, DeviceRuns
-from redraft.engine.measure import find_full_load
-from redraft.engine.process import free_port, process_group
 from redraft.engine.prompts import Prompt
-from redraft.engine.server import wait_until_healthy
 from redraft.eval.intervals import median_interval
 from redraft.files.progress import Progress
 from redraft.files.target_folder import TargetFolder
@@ -229,8 +225,18 @@ def compare_with_suffix(cfg: Config) -> dict[str, Any]:
     kv_bytes = count_kv_bytes(opened.text_config, 1, scene.dtype)
     with contextlib.ExitStack() as stack:
         urls = {
-            draft: stack.enter_context(serve(cfg, draft, scene.target, scene.dtype, kv_bytes))
-            for draft in DRAFTS
+            draft: stack.enter_context(
+                serving(
+                    scene.target,
+                    ["--draft", draft, "--num-speculative-tokens", str(most)],
+                    dtype=scene.dtype,
+                    kv_bytes=kv_bytes,
+                    log=cfg.output.absolute().parent / "lookup" / f"{draft}.log",
+                    # vLLM runs suffix decoding only on V1.
+                    env={"VLLM_USE_V2_MODEL_RUNNER": "0"},
+                )
+            )
+            for draft, most in DRAFTS.items()
         }
         rounds = asyncio.run(ask_in_turns(cfg, urls, questions))
     ratios = {load: judge(of_load) for load, of_load in rounds.items()}
@@ -246,22 +252,6 @@ def compare_with_suffix(cfg: Config) -> dict[str, Any]:
             for load, of_load in rounds.items()
         },
     }
-
-
-@contextlib.contextmanager
-def serve(cfg: Config, draft: str, target: Path, dtype: str, kv_bytes: int) -> Iterator[str]:
-    """Start a server with this draft, as users do, and yield its address."""
-    folder, url = cfg.output.absolute().parent / "lookup", f"http://127.0.0.1:{free_port()}"
-    folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "redraft.recipes.cli", "serve", str(target), "--draft", draft]
-    command += ["--num-speculative-tokens", str(DRAFTS[draft])]
-    command += ["--", *list_arguments(url, dtype, kv_bytes)]
-    log = folder / f"{draft}.log"
-    # vLLM runs suffix decoding only on V1.
-    env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
-    with process_group(command, log=log, env=env) as process:
-        wait_until_healthy(url, process, log, name=f"redraft serve --draft {draft}")
-        yield url
 
 
 Rounds = dict[str, dict[str, list[Round]]]
@@ -287,21 +277,13 @@ async def ask_in_turns(cfg: Config, urls: dict[str, str], questions: Sequence[Pr
 async def ask(url: str, prompts: Sequence[Prompt], clients: int, max_tokens: int) -> Round:
     async with httpx.AsyncClient(timeout=60) as http:
         before = parse_counts((await http.get(f"{url}/metrics")).text)
-        waiting, answers = iter(prompts), list[Answer]()
-
-        async def client() -> None:
-            for prompt in waiting:
-                # Captured, because a request that opts out is not counted.
-                answers.append(await stream(http, url, prompt, max_tokens, captured=True))
-
-        await asyncio.gather(*(client() for _ in range(clients)))
+        # Captured, because a request that opts out is not counted.
+        answers = await answer_all([url], prompts, clients, max_tokens, captured=1.0)
         await asyncio.sleep(1)  # the last step reaches /metrics after the client
         after = parse_counts((await http.get(f"{url}/metrics")).text)
-    full_s, num_tokens = find_full_load(
-        [list(zip(answer.times_s, answer.counts, strict=True)) for answer in answers]
-    )
     total = sum(len(answer.token_ids) for answer in answers)
-    return Round(num_tokens / full_s, total / (total - (after.num_accepted - before.num_accepted)))
+    accepted = after.num_accepted - before.num_accepted
+    return Round(find_rate(answers), total / (total - accepted))
 
 
 def judge(rounds: dict[str, list[Round]]) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from typing import Any, Literal
 import httpx
 import psutil
 
+from benchmarks.demo.never_slower import estimate_ratio
 from benchmarks.demo.online_config import SMOLLM2
 from benchmarks.demo.online_config import Config as SceneConfig
 from benchmarks.demo.online_stage import make_scene
@@ -47,7 +48,6 @@ from redraft.engine.process import free_port, process_group
 from redraft.engine.prompts import Prompt
 from redraft.engine.server import IDLE_S, VllmServer, vllm_keys, vllm_server, wait_until_healthy
 from redraft.engine.settings import read_settings, write_settings
-from redraft.eval.intervals import UNBOUNDED, median_interval
 from redraft.eval.report.page import write_page
 from redraft.files.kept import compute_once
 from redraft.files.progress import Progress
@@ -425,10 +425,9 @@ def summarise(name: Name, blocks: Blocks) -> dict[str, Any]:
 
 def ratio(metric: str, ours: Sequence[Block], theirs: Sequence[Block]) -> dict[str, Any]:
     """Return the median ratio of a metric over rounds, with its 95% interval."""
-    middle, interval = median_interval(
+    return estimate_ratio(
         [getattr(one, metric) / getattr(two, metric) for one, two in zip(ours, theirs, strict=True)]
     )
-    return {"ratio": middle, "interval": None if interval == UNBOUNDED else list(interval)}
 
 
 def describe(name: Name, summary: Mapping[str, Any]) -> Iterator[str]:

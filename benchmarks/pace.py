@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,17 +23,15 @@ from typing import Any
 
 import httpx
 
-from benchmarks.demo.fleet import measure_tokens_per_s
+from benchmarks.demo.fleet import answer_all, find_rate
 from benchmarks.demo.online_config import SMOLLM2
 from benchmarks.demo.online_config import Config as SceneConfig
 from benchmarks.demo.online_stage import count_kv_bytes, make_scene
-from benchmarks.demo.up import list_arguments
+from benchmarks.demo.up import serving
 from benchmarks.results import write_results
 from redraft.distill.data.day import choose_day
 from redraft.distill.data.samples import held_out_prompts
-from redraft.engine.process import free_port, start_group, stop_group
 from redraft.engine.prompts import Prompt
-from redraft.engine.server import wait_until_healthy
 from redraft.eval.intervals import median_interval
 from redraft.files.progress import Progress
 from redraft.files.target_folder import TargetFolder
@@ -86,65 +83,48 @@ def main(cfg: Config) -> None:
     questions = held_out_prompts(
         scene.test["code"], opened.tokenizer, num_prompts=400, max_length=160, day=choose_day()
     )
-    server = Server(
-        cfg, scene.target, scene.dtype, count_kv_bytes(opened.text_config, 1, scene.dtype)
-    )
-    try:
-        rates = asyncio.run(measure(cfg, server, questions))
-    finally:
-        server.stop()
+    folder = cfg.output.absolute().parent / "pace"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "token").exists():
+        write_token(folder / "token")
+    options = ["--draft", str(cfg.draft), "--pace", "auto"]
+    options += ["--num-speculative-tokens", str(cfg.num_speculative_tokens)]
+    with serving(
+        scene.target,
+        [*options, "--token-file", str(folder / "token")],
+        ["--no-enable-prefix-caching"],  # it would favor the later pace
+        dtype=scene.dtype,
+        kv_bytes=count_kv_bytes(opened.text_config, 1, scene.dtype),
+        log=folder / "server.log",
+    ) as url:
+        server = Server(url, read_token(folder / "token"))
+        rates, line = asyncio.run(measure(cfg, server, questions))
     verdicts = {load: judge(found) for load, found in rates.items()}
     for load, verdict in verdicts.items():
         print(f"{load} clients: {verdict['line']}")
     write_results(
         cfg.output,
-        {"draft": str(cfg.draft), "verdicts": verdicts, "rates": rates, "pace": server.line},
+        {"draft": str(cfg.draft), "verdicts": verdicts, "rates": rates, "pace": line},
     )
 
 
+@dataclass(frozen=True)
 class Server:
-    def __init__(self, cfg: Config, target: Path, dtype: str, kv_bytes: int) -> None:
-        folder = cfg.output.absolute().parent / "pace"
-        folder.mkdir(parents=True, exist_ok=True)
-        if not (folder / "token").exists():
-            write_token(folder / "token")
-        self.url, self.line = f"http://127.0.0.1:{free_port()}", ""
-        self._headers = {"Authorization": f"Bearer {read_token(folder / 'token')}"}
-        command = [
-            sys.executable,
-            "-m",
-            "redraft.recipes.cli",
-            "serve",
-            str(target),
-            "--draft",
-            str(cfg.draft),
-        ]
-        command += ["--num-speculative-tokens", str(cfg.num_speculative_tokens), "--pace", "auto"]
-        command += [
-            "--token-file",
-            str(folder / "token"),
-            "--",
-            *list_arguments(self.url, dtype, kv_bytes),
-            "--no-enable-prefix-caching",  # it would favor the later pace
-        ]
-        self._process = start_group(
-            command, log=folder / "server.log", env={"VLLM_NO_USAGE_STATS": "1"}
-        )
-        wait_until_healthy(self.url, self._process, folder / "server.log", name="redraft serve")
+    url: str
+    token: str
 
     async def take(self, pace: str) -> dict[str, Any]:
         """Change the pace, and return the previous status. Raises: httpx.HTTPError."""
-        async with httpx.AsyncClient(timeout=60, headers=self._headers) as http:
+        headers = {"Authorization": f"Bearer {self.token}"}
+        async with httpx.AsyncClient(timeout=60, headers=headers) as http:
             status = await http.get(f"{self.url}/redraft/status")
             (await http.post(f"{self.url}/redraft/pace", json={"pace": pace})).raise_for_status()
             found: dict[str, Any] = status.raise_for_status().json()["pace"]
             return found
 
-    def stop(self) -> None:
-        stop_group(self._process)
 
-
-async def measure(cfg: Config, server: Server, questions: Sequence[Prompt]) -> Rates:
+async def measure(cfg: Config, server: Server, questions: Sequence[Prompt]) -> tuple[Rates, str]:
+    """Return the rates, and the server's line about its pace at the end."""
     waiting = itertools.cycle(questions)
     modes = ["0", "auto", *map(str, cfg.fixed)]
     rates: Rates = {load: {mode: [] for mode in modes} for load in cfg.loads}
@@ -162,9 +142,7 @@ async def measure(cfg: Config, server: Server, questions: Sequence[Prompt]) -> R
         A slow block with one client counts as much as a fast one.
         """
         speeds = [
-            await measure_tokens_per_s(
-                [server.url], block, clients=count, max_tokens=cfg.max_tokens, captured=0.0
-            )
+            find_rate(await answer_all([server.url], block, count, cfg.max_tokens, captured=0.0))
             for count, block in zip(clients, asked, strict=True)
         ]
         return statistics.geometric_mean(speeds)
@@ -183,8 +161,7 @@ async def measure(cfg: Config, server: Server, questions: Sequence[Prompt]) -> R
                     found[mode].append(await answer(LOADS[load], asked))
                     bar.update()
     await server.take("auto")
-    server.line = (await server.take("auto"))["line"]
-    return rates
+    return rates, (await server.take("auto"))["line"]
 
 
 def judge(rates: dict[str, list[float]]) -> dict[str, Any]:

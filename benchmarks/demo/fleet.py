@@ -451,18 +451,15 @@ def read_tau(measurement: Measurement) -> float:
     return measurement.counts.tau
 
 
-async def measure_tokens_per_s(
+async def answer_all(
     urls: Sequence[str],
     prompts: Iterable[Prompt],
-    *,
     clients: int,
     max_tokens: int,
+    *,
     captured: float,
-) -> float:
-    """Measure the output tokens/s of all servers together, with a share `captured` of requests.
-
-    Only the time in which every client has a request counts.
-    """
+) -> list[Answer]:
+    """Stream the answers to all prompts, with a share `captured` of requests."""
     # All clients share one iterator, so no client idles while prompts are left.
     waiting, answers = iter(enumerate(prompts)), list[Answer]()
 
@@ -478,6 +475,14 @@ async def measure_tokens_per_s(
 
     async with httpx.AsyncClient(timeout=60) as http:
         await asyncio.gather(*(client(number, http) for number in range(clients)))
+    return answers
+
+
+def find_rate(answers: Sequence[Answer]) -> float:
+    """Return the output tokens/s of all answers together.
+
+    Only the time in which every client has a request counts.
+    """
     full_s, num_tokens = find_full_load(
         [list(zip(a.times_s, a.counts, strict=True)) for a in answers]
     )
@@ -497,8 +502,6 @@ async def measure_rates(
         # Round 0: 0, 0.1, 1. Round 1: 0.1, 1, 0. So no share is always first.
         for share in order[number % 3 :] + order[: number % 3]:
             rates[share].append(
-                await measure_tokens_per_s(
-                    urls, prompts, clients=clients, max_tokens=max_tokens, captured=share
-                )
+                find_rate(await answer_all(urls, prompts, clients, max_tokens, captured=share))
             )
     return rates

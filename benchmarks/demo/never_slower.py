@@ -21,11 +21,10 @@ from typing import Any
 import httpx
 import psutil
 
-from benchmarks.demo.fleet import Answer, stream
+from benchmarks.demo.fleet import Answer, find_rate, stream
 from benchmarks.workloads import Session, Workload, extend
 from redraft.engine.counters import find_counts, read_samples
 from redraft.engine.counts import AcceptanceCounts
-from redraft.engine.measure import find_full_load
 from redraft.engine.server import IDLE_S
 from redraft.eval.intervals import UNBOUNDED, median_interval
 from redraft.files.progress import Progress
@@ -111,9 +110,6 @@ class Beside:
             answers = await self._answer(url, workload, sessions)
         if len(self.failures) > failed:
             return None
-        full_s, num_tokens = find_full_load(
-            [list(zip(a.times_s, a.counts, strict=True)) for a in answers]
-        )
         firsts, speeds = [], []
         for answer in answers:
             first_s, first_tokens = find_first(answer)
@@ -122,7 +118,7 @@ class Beside:
             if (later := sum(answer.counts) - first_tokens) and decode_s > 0:
                 speeds.append(later / decode_s)
         return Block(
-            tokens_s=num_tokens / full_s,
+            tokens_s=find_rate(answers),
             first_s=statistics.median(firsts),
             decoding=statistics.median(speeds) if speeds else 0.0,
         )

@@ -24,8 +24,8 @@ import itertools
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ import httpx
 import psutil
 
 from benchmarks.demo.delays import account
-from benchmarks.demo.fleet import MAX_NUM_SEQS, Traffic, begin_report, measure_tokens_per_s
+from benchmarks.demo.fleet import MAX_NUM_SEQS, Traffic, answer_all, begin_report, find_rate
 from benchmarks.demo.never_slower import Beside, estimate_ratio, learner_stopped
 from benchmarks.demo.online_config import MAX_MODEL_LEN, SMOLLM2
 from benchmarks.demo.online_config import Config as SceneConfig
@@ -46,7 +46,7 @@ from benchmarks.demo.up_versions import compare_versions, draw_learning
 from benchmarks.workloads import list_workloads
 from redraft.distill.data.day import choose_day
 from redraft.distill.data.samples import held_out_prompts
-from redraft.engine.process import free_port, start_group, stop_group
+from redraft.engine.process import free_port, process_group, start_group, stop_group
 from redraft.engine.prompts import Prompt
 from redraft.engine.server import vllm_server, wait_until_healthy
 from redraft.engine.target_dtype import TargetDtype
@@ -373,8 +373,8 @@ class Play:
                     f"all {len(self.questions)} questions were asked: pass a smaller --learn-s"
                 )
             await self.ask("POST", "pace", {"pace": pace})
-            rates[name] = await measure_tokens_per_s(
-                [self.url], block, clients=clients, max_tokens=self.cfg.max_tokens, captured=1.0
+            rates[name] = find_rate(
+                await answer_all([self.url], block, clients, self.cfg.max_tokens, captured=1.0)
             )
         await self.ask("POST", "pace", {"pace": "auto"})
         version = (await self.ask("GET", "status"))["draft_version"]
@@ -421,6 +421,30 @@ def list_arguments(url: str, dtype: str, kv_bytes: int, longest: int = MAX_MODEL
     }  # fmt: skip
     server |= {"port": httpx.URL(url).port} if url else {}
     return [text for name, value in server.items() for text in (f"--{name}", str(value))]
+
+
+@contextmanager
+def serving(
+    target: Path,
+    options: Sequence[str],
+    arguments: Sequence[str] = (),
+    *,
+    dtype: str,
+    kv_bytes: int,
+    log: Path,
+    env: Mapping[str, str] | None = None,
+) -> Iterator[str]:
+    """Start `redraft serve` with these options, wait until it answers, and yield its address.
+
+    `arguments` are further arguments of vLLM.
+    """
+    url = f"http://127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "redraft.recipes.cli", "serve", str(target), *options]
+    command += ["--", *list_arguments(url, dtype, kv_bytes), *arguments]
+    env = {"VLLM_NO_USAGE_STATS": "1", **(env or {})}
+    with process_group(command, log=log, env=env) as process:
+        wait_until_healthy(url, process, log, name="redraft serve")
+        yield url
 
 
 def estimate(pairs: Sequence[Pair]) -> dict[str, Any]:
