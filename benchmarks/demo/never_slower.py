@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import statistics
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -23,13 +22,11 @@ import psutil
 
 from benchmarks.demo.fleet import Answer, find_rate, stream
 from benchmarks.workloads import Session, Workload, extend
-from redraft.engine.counters import find_counts, read_samples
+from redraft.engine.counters import find_counts, parse_prefix_cache
 from redraft.engine.counts import AcceptanceCounts
 from redraft.engine.server import IDLE_S
 from redraft.eval.intervals import UNBOUNDED, median_interval
 from redraft.files.progress import Progress
-
-CACHE = "vllm:prefix_cache_"  # Beginning of the names of vLLM's counters.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,12 +151,10 @@ class Beside:
         async with httpx.AsyncClient(timeout=60) as http:
             page = (await http.get(f"{url}/metrics")).raise_for_status().text
         counts = find_counts(page) or AcceptanceCounts.zero()
-        cached: Counter[str] = Counter()
-        for sample in read_samples(page, CACHE):
-            cached[sample.name] += int(sample.value)
+        cached = parse_prefix_cache(page)
         return Counted(
-            queries=cached[f"{CACHE}queries_total"],
-            hits=cached[f"{CACHE}hits_total"],
+            queries=cached.queries,
+            hits=cached.hits,
             drafts=counts.num_drafts,
             accepted=counts.num_accepted,
             by_head=await self.count_head() if url == self.up else 0.0,

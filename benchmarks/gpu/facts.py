@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import shutil
 from dataclasses import asdict
@@ -12,7 +11,7 @@ import torch
 from benchmarks.gpu.check import Config
 from benchmarks.gpu.results import Results, median_s
 from redraft.engine.hardware import this_machine
-from redraft.engine.machine import environment
+from redraft.engine.machine import environment, find_version
 
 PACKAGES = (
     "torch",
@@ -44,14 +43,6 @@ def measure(cfg: Config, results: Results) -> None:
         for pinned in (True, False):
             kind = "pinned" if pinned else "pageable"
             results.measure(f"host to device, {kind}, GB/s", time_upload, device, pinned)
-
-
-def find_version(package: str) -> str | None:
-    """Its installed version."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def time_copy(device: torch.device) -> float:

@@ -3,6 +3,7 @@
 This module imports neither torch nor vLLM.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -57,16 +58,11 @@ def parse_counts(metrics: str) -> AcceptanceCounts:
 
 def find_counts(metrics: str) -> AcceptanceCounts | None:
     """Do the same as `parse_counts`, but return None if there are no such counters."""
-    sums: dict[str, float] = {}
-    per_position: dict[int, float] = {}
     prefix = OF_LLAMA_CPP if f"\n{OF_LLAMA_CPP}" in metrics else SPEC_DECODE
-    for sample in read_samples(metrics, prefix):
-        name = sample.name.removeprefix(prefix)
-        sums[name] = sums.get(name, 0) + sample.value
-        if name == ACCEPTED_PER_POSITION:
-            # Labels are text, in which "10" sorts before "2".
-            position = int(sample.labels["position"])
-            per_position[position] = per_position.get(position, 0) + sample.value
+    sums, per_position = _add_up(metrics, prefix), defaultdict[int, float](float)
+    for sample in read_samples(metrics, f"{prefix}{ACCEPTED_PER_POSITION}"):
+        # Labels are text, in which "10" sorts before "2".
+        per_position[int(sample.labels["position"])] += sample.value
     # When vLLM starts with a draft, it registers these with value 0, so they are missing only
     # without a draft.
     if not {DRAFTS, DRAFT_TOKENS, ACCEPTED} <= sums.keys():
@@ -92,13 +88,11 @@ def parse_decode_time(metrics: str) -> DecodeTime:
     )
 
 
-def _add_up(metrics: str, histogram: str) -> dict[str, float]:
-    """Return the sum and count of a histogram, summed over a server's engines."""
-    sums = {"sum": 0.0, "count": 0.0}
-    for sample in read_samples(metrics, histogram):
-        kind = sample.name.removeprefix(histogram)
-        if kind in sums:  # the histogram's buckets have the same prefix
-            sums[kind] += sample.value
+def _add_up(metrics: str, prefix: str) -> dict[str, float]:
+    """Return sums over a server's engines, by the rest of the name; 0 for a missing counter."""
+    sums = defaultdict[str, float](float)
+    for sample in read_samples(metrics, prefix):
+        sums[sample.name.removeprefix(prefix)] += sample.value
     return sums
 
 
@@ -112,12 +106,8 @@ class PrefixCache:
 
 def parse_prefix_cache(metrics: str) -> PrefixCache:
     """Return the counters summed over a server's engines; 0 if there are no such counters."""
-    sums = dict.fromkeys(("queries", "hits"), 0.0)
-    for sample in read_samples(metrics, PREFIX_CACHE):
-        name = sample.name.removeprefix(PREFIX_CACHE).removesuffix("_total")
-        if name in sums:
-            sums[name] += sample.value
-    return PrefixCache(queries=int(sums["queries"]), hits=int(sums["hits"]))
+    sums = _add_up(metrics, PREFIX_CACHE)
+    return PrefixCache(queries=int(sums["queries_total"]), hits=int(sums["hits_total"]))
 
 
 def read_samples(metrics: str, prefix: str) -> Iterator[Sample]:
