@@ -48,12 +48,19 @@ class Target:
     copies are dropped, not compared.
     """
 
-    def is_copy(self, held: Tensor, rows: Tensor) -> bool:
-        """Whether a draft's tensor equals these rows of the target, in the dtype of the copy.
+    def drop_copy(self, tensors: dict[str, Tensor], name: str, rows: Tensor, folder: Path) -> None:
+        """Remove a draft's copy of these rows of the target from its `tensors`, if there is one.
 
-        A bfloat16 export rounds the rows of a float32 target.
+        Raises:
+            ValueError: it differs, in the dtype of the copy: a bfloat16 export rounds the rows of a
+                float32 target.
         """
-        return self.has_moved or torch.equal(held, rows.to(held))
+        held = tensors.pop(name, rows)
+        if not (self.has_moved or torch.equal(held, rows.to(held))):
+            raise ValueError(
+                f"{folder}: {name} differs from the target's: it is a leftover, was trained, or "
+                f"belongs to a different target"
+            )
 
     @staticmethod
     def from_model(model: Any) -> Target:

@@ -68,7 +68,7 @@ def notes(pair: Pair) -> Iterator[str]:
             f"{pair.draft} has no {PROVENANCE}: the target and the acceptance of its training "
             "are not known"
         )
-    if pair.trained_with is None and pair.family.layers_key:
+    if not pair.trained_with and pair.family.layers_key:
         yield (
             "its config does not record how it was trained: aux layers and norms are assumed to be as "
             "the config says"

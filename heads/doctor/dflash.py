@@ -78,7 +78,7 @@ def mask_token(pair: Pair) -> Iterator[Finding]:
 def as_trained(pair: Pair) -> Iterator[Finding]:
     """Check that the config keys that affect the arithmetic have the values used in training."""
     section, place = _section(pair, pair.config)
-    trained, _ = _section(pair, pair.trained_with or {})
+    trained, _ = _section(pair, pair.trained_with)
     for key in SECTION_KEYS:
         if key in trained and section.get(key) is not None and section[key] != trained[key]:
             yield Finding(
@@ -106,7 +106,7 @@ def causality(pair: Pair) -> Iterator[Finding]:
 
 def block_size(pair: Pair) -> Iterator[Finding]:
     """Check that the block is as long as in training."""
-    served, trained = pair.config.get("block_size"), (pair.trained_with or {}).get("block_size")
+    served, trained = pair.config.get("block_size"), pair.trained_with.get("block_size")
     if served is None or (trained is not None and served != trained):
         said = "missing" if served is None else served
         yield Finding(
@@ -134,7 +134,7 @@ def head_norms(pair: Pair) -> Iterator[Finding]:
 
 def rotation(pair: Pair) -> Iterator[Finding]:
     """Check that the rotary parameters and the attention head size are the same as in training."""
-    trained, served = pair.trained_with or {}, pair.layer_config
+    trained, served = pair.trained_with, pair.layer_config
     place = "transformer_layer_config" if pair.is_speculators else "config.json"
     for key in ("head_dim", "rope_parameters"):
         if key in trained and served.get(key) != trained[key]:

@@ -19,7 +19,7 @@ def layout(pair: Pair) -> Iterator[Finding]:
     """
     if "sample_from_anchor" in pair.config:
         return
-    trained = (pair.trained_with or {}).get("sample_from_anchor")
+    trained = pair.trained_with.get("sample_from_anchor")
     if pair.is_speculators:
         value = "true or false, as in training," if trained is None else str(trained).lower()
         yield Finding(

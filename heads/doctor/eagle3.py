@@ -46,7 +46,7 @@ def aux_layers(pair: Pair) -> Iterator[Finding]:
         return
     # vLLM's default if config.json lists no layers.
     served = list(top or (2, num_layers // 2, num_layers - 3))
-    trained = (pair.trained_with or {}).get(AUX_LAYERS)
+    trained = pair.trained_with.get(AUX_LAYERS)
     if served != sorted(set(served)) or served[0] < 0 or served[-1] > num_layers:
         yield Finding(
             f"aux layers {served} are not distinct ascending layers of the target, which has 0 to "
@@ -109,7 +109,7 @@ def _write_ids(trained: Sequence[int]) -> str:
 def options(pair: Pair) -> Iterator[Finding]:
     """Check that the options that affect the arithmetic are as in training."""
     for key in ARCHITECTURE:
-        trained = (pair.trained_with or {}).get(key)
+        trained = pair.trained_with.get(key)
         # vLLM's `update_eagle3` assumes true, but `update_peagle` assumes false.
         default = (
             pair.config.get("speculators_model_type") == "eagle3" and key == "norm_before_residual"

@@ -13,7 +13,7 @@ def bias(pair: Pair) -> Iterator[Finding]:
     # authors.
     has_bias = any(re.fullmatch(r".*(layers|linear)\.?\d*\.bias", name) for name in pair.shapes)
     serves_bias = bool(pair.config.get("medusa_fc_bias", False))
-    trained = (pair.trained_with or {}).get("medusa_fc_bias", has_bias)
+    trained = pair.trained_with.get("medusa_fc_bias", has_bias)
     if has_bias and not serves_bias:
         said = "is false" if "medusa_fc_bias" in pair.config else "is unset"
         yield Finding(

@@ -25,7 +25,7 @@ VALUES = {
 
 def layout(pair: Pair) -> Iterator[Finding]:
     """Check that the layer was trained in this target's layout, because the engine assumes it."""
-    served, trained = detect_layout(pair.target_config), pair.trained_with or {}
+    served, trained = detect_layout(pair.target_config), pair.trained_with
     for key, sentence in FACTS.items():
         value = getattr(served, key)
         if trained.get(key, value) != value:

@@ -115,9 +115,9 @@ class Pair:
         return asked or recorded or min(NUM_TOKENS, most)
 
     @property
-    def trained_with(self) -> Mapping[str, Any] | None:
-        """Return the architecture recorded by the export. None for a head from another trainer."""
-        return trained_with(self.config) or None
+    def trained_with(self) -> Mapping[str, Any]:
+        """Return the architecture recorded by the export. Empty for a head from another trainer."""
+        return trained_with(self.config)
 
 
 Check = Callable[[Pair], Iterator[Finding]]

@@ -15,7 +15,7 @@ def mask_token(pair: Pair) -> Iterator[Finding]:
     """Check that the mask token has a target embedding and is the one used in training."""
     # vLLM looks them up in this order too, so `mask_token_id` takes precedence.
     key = next((key for key in KEYS if pair.config.get(key) is not None), None)
-    trained = (pair.trained_with or {}).get("mask_token_id")
+    trained = pair.trained_with.get("mask_token_id")
     if key is None:
         said = "of training" if trained is None else str(trained)
         yield Finding(

@@ -201,7 +201,7 @@ def arithmetic(pair: Pair) -> Iterator[Finding]:
 
     A head from another trainer is compared with the target's layers; a difference is only a doubt.
     """
-    trained, sizes = pair.trained_with or {}, _sizes(pair)
+    trained, sizes = pair.trained_with, _sizes(pair)
     for key in AS_TRAINED:
         mine = sizes[key]
         if key in trained:

@@ -2,7 +2,6 @@
 
 W = draft vocabulary, V = target vocabulary, R = rank."""
 
-import json
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
@@ -13,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from redraft.files.artifact import MANIFEST, PROVENANCE
-from redraft.files.folder import CONFIG, WEIGHTS, read_config, tensor_files
+from redraft.files.artifact import MANIFEST, PROVENANCE, write_json
+from redraft.files.folder import CONFIG, WEIGHTS, read_config
 from redraft.files.foreign import AUX_LAYERS, nested_layers
 from redraft.files.tensors import read_tensors
 from redraft.files.windows import View, trained_views
@@ -34,15 +33,13 @@ OTHERWISE = "serve it with vLLM, or train a head without it"
 
 
 def write(pair: Pair, folder: Path, edit: Edit) -> None:
-    """Write a head with `write_changed`, and a whole model with `write_as_is`."""
+    """Write a head with `write_changed`.
+
+    The files of a whole model are written unchanged, without the manifest and the provenance.
+    """
     if pair.family.is_head:
         write_changed(pair, folder, edit)
-    else:
-        write_as_is(pair, folder)
-
-
-def write_as_is(pair: Pair, folder: Path) -> None:
-    """Write the files of a whole model unchanged, without the manifest and the provenance."""
+        return
     for path in pair.draft.iterdir():
         if path.is_file() and path.name not in (MANIFEST, PROVENANCE):
             link(path, folder / path.name)
@@ -58,10 +55,10 @@ def write_changed(pair: Pair, folder: Path, edit: Edit) -> None:
     kinds = [pair.dtypes[name] for name in pair.shapes if pair.dtypes[name] in DTYPES]
     head.export(folder, DTYPES[max(set(kinds), key=kinds.count)])
     config = read_config(folder)
-    tensors = read_tensors(folder, tensor_files(folder))
+    tensors = read_tensors(folder)
     edit(config, tensors)
     save_file({n: t.contiguous() for n, t in tensors.items()}, folder / WEIGHTS, {"format": "pt"})
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    write_json(folder / CONFIG, config)
 
 
 def layers_read(pair: Pair) -> list[int]:
@@ -69,7 +66,7 @@ def layers_read(pair: Pair) -> list[int]:
 
     Each is given as the number of layers below its stream.
     """
-    recorded = (pair.trained_with or {}).get(AUX_LAYERS) or pair.config.get(AUX_LAYERS)
+    recorded = pair.trained_with.get(AUX_LAYERS) or pair.config.get(AUX_LAYERS)
     return list(recorded or nested_layers(pair.config) or default_layers(pair))
 
 

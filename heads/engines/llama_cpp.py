@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from redraft.files.checkpoint import load_tokenizer
-from redraft.files.folder import read_config, tensor_files
+from redraft.files.folder import read_config
 from redraft.files.gguf_writer import (
     LLAMA3,
     PLAIN,
@@ -162,7 +162,7 @@ def write(export: Export, folder: Path) -> None:
     # The draft has one of the two layouts and is complete, because loading has checked it.
     with tempfile.TemporaryDirectory(dir=folder.parent) as made:
         write_changed(pair, Path(made), lambda config, tensors: None)
-        config, stored = read_config(Path(made)), _read_all(Path(made))
+        config, stored = read_config(Path(made)), read_tensors(Path(made))
     architecture, rotation = "dflash", DFLASH
     if pair.family.name == "eagle3":
         architecture, rotation = "eagle3", EAGLE3
@@ -177,7 +177,7 @@ def read_model(folder: Path) -> tuple[str, dict[str, Value], dict[str, Tensor]]:
     Raises:
         ValueError: the model contains a tensor that llama.cpp does not support.
     """
-    config, stored = read_config(folder), _read_all(folder)
+    config, stored = read_config(folder), read_tensors(folder)
     if config.get("tie_word_embeddings"):
         stored.pop(HEAD, None)
     kind = str(config["model_type"])
@@ -300,10 +300,6 @@ def require_same_target(target: TargetFolder, gguf: GgufTarget) -> None:
             f"(cosine "
             f"{float(cosine):.2f}): {other} the GGUF file of this target"
         )
-
-
-def _read_all(folder: Path) -> dict[str, Tensor]:
-    return read_tensors(folder, tensor_files(folder))
 
 
 def _keys(pair: Pair, config: Mapping[str, Any]) -> dict[str, Value]:

@@ -52,7 +52,10 @@ def find_refused(pair: Pair) -> Iterator[Finding]:
 
 def _refuse_eagle3(pair: Pair) -> Iterator[Finding]:
     yield from folders.refuse_eagle3(pair, TITLE)
-    if pair.config.get("fc_norm") and _is_normed_before_fc(pair):
+    is_normed = section(pair.config, SECTION).get(
+        "norm_before_fc", pair.config.get("norm_before_fc")
+    )
+    if pair.config.get("fc_norm") and is_normed:
         yield Finding(
             f"the head has norm_before_fc and fc_norm, and {TITLE} applies only the latter",
             OTHERWISE,
@@ -64,11 +67,6 @@ def _refuse_eagle3(pair: Pair) -> Iterator[Finding]:
             f"the head reads the embedding, layer 0, but -1 means another state in {TITLE}",
             OTHERWISE,
         )
-
-
-def _is_normed_before_fc(pair: Pair) -> bool:
-    told = pair.config.get("norm_before_fc", False)
-    return bool(section(pair.config, SECTION).get("norm_before_fc", told))
 
 
 def _refuse_views(pair: Pair) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from redraft.files import speculators
-from redraft.files.folder import read_config, tensor_files, trained_with
+from redraft.files.folder import read_config, trained_with
 from redraft.files.tensors import load_into, read_tensors
 from redraft.files.windows import (
     SECTION,
@@ -22,7 +22,7 @@ from redraft.files.windows import (
 )
 from redraft.heads.nn.vocabulary import read_ids
 from redraft.heads.shape import LlamaShape, read_layer_config
-from redraft.heads.target import Target
+from redraft.heads.target import EMBEDDINGS, HEAD, Target
 
 # No engine reads this key. Exports keep it for further training.
 TRAINING_OPTIONS = ("num_anchors", "gamma")
@@ -44,20 +44,11 @@ def load_head(
     # This raises an error with the cause, which transformers would truncate.
     trained_views(stored, folder)
     config = translate(stored, folder)
-    tensors = read_tensors(folder, tensor_files(folder))
+    tensors = read_tensors(folder)
     draft_ids_W = read_ids(tensors.pop("d2t", None), tensors.pop("t2d", None), folder)
-    for name, theirs_VD in (
-        ("embed_tokens.weight", target.embed_VD),
-        ("lm_head.weight", target.head_VD),
-    ):
-        rows = (
-            theirs_VD if draft_ids_W is None or name != "lm_head.weight" else theirs_VD[draft_ids_W]
-        )
-        if not target.is_copy(tensors.pop(name, rows), rows):
-            raise ValueError(
-                f"{folder}: {name} differs from the target's: it was trained, or belongs to a "
-                f"different target"
-            )
+    head_WD = target.head_VD if draft_ids_W is None else target.head_VD[draft_ids_W]
+    target.drop_copy(tensors, EMBEDDINGS, target.embed_VD, folder)
+    target.drop_copy(tensors, HEAD, head_WD, folder)
     # Read the shape as a Llama's: the query and key norms are in DFlash's `Attention`, not in the
     # shape.
     shape = LlamaShape.from_head_config({**config, "model_type": "llama"}, target.config)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from redraft.files.folder import TRAINED_WITH, read_config, tensor_files
+from redraft.files.folder import TRAINED_WITH, read_config
 from redraft.files.tensors import load_into, read_tensors, write_head
 from redraft.files.windows import target_window
 from redraft.heads import options
@@ -27,7 +27,7 @@ from redraft.heads.nn.attention import Memory
 from redraft.heads.nn.layers import Attention, GatedMLP, Rotary, norm
 from redraft.heads.nn.recurrent import unroll
 from redraft.heads.shape import LlamaShape
-from redraft.heads.target import Target
+from redraft.heads.target import EMBEDDINGS, HEAD, Target
 
 Config = options.Eagle1
 
@@ -141,17 +141,10 @@ class Eagle1(nn.Module):
         head = Eagle1(
             Config(**training), target, LlamaShape.from_head_config(config, target.config)
         )
-        tensors = read_tensors(folder, tensor_files(folder))
+        tensors = read_tensors(folder)
         if "fc.bias" in tensors and not tensors["fc.bias"].any():
             del tensors["fc.bias"]  # SGLang wants one, and a bias of zero changes nothing
-        for name, shared_VD in (
-            ("embed_tokens.weight", target.embed_VD),
-            ("lm_head.weight", target.head_VD),
-        ):
-            if not target.is_copy(tensors.pop(name, shared_VD), shared_VD):
-                raise ValueError(
-                    f"{folder}: {name} differs from the target's: it is a leftover, or belongs "
-                    f"to a different target"
-                )
+        target.drop_copy(tensors, EMBEDDINGS, target.embed_VD, folder)
+        target.drop_copy(tensors, HEAD, target.head_VD, folder)
         load_into(head, tensors, folder)
         return head

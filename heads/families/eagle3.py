@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from redraft.files import speculators
-from redraft.files.folder import TRAINED_WITH, read_config, tensor_files, trained_with
+from redraft.files.folder import TRAINED_WITH, read_config, trained_with
 from redraft.files.foreign import AUX_LAYERS, SECTION, nested_layers
 from redraft.files.tensors import load_into, read_tensors, write_head
 from redraft.files.windows import (
@@ -44,7 +44,7 @@ from redraft.heads.nn.precision import product_dtype
 from redraft.heads.nn.recurrent import unroll
 from redraft.heads.nn.vocabulary import check_ids, id_maps, read_ids
 from redraft.heads.shape import LlamaShape
-from redraft.heads.target import Target, aux_layers, layer_weights
+from redraft.heads.target import EMBEDDINGS, Target, aux_layers, layer_weights
 
 Config = options.Eagle3
 
@@ -418,7 +418,7 @@ def read_checkpoint(folder: Path, target: Target) -> Checkpoint:
     config = read_config(folder)
     # This raises an error with the cause, which transformers would truncate.
     trained_views(config, folder)
-    tensors = read_tensors(folder, tensor_files(folder))
+    tensors = read_tensors(folder)
     # This is speculators' name for the layer. vLLM renames it in the other direction.
     tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
     # SGLang and TensorRT-LLM use this name in all later layers.
@@ -427,12 +427,7 @@ def read_checkpoint(folder: Path, target: Target) -> Checkpoint:
         for name, tensor in tensors.items()
     }
     draft_ids_W = read_ids(tensors.pop("d2t", None), tensors.pop("t2d", None), folder)
-    embed_VD = tensors.pop("embed_tokens.weight", target.embed_VD)
-    if not target.is_copy(embed_VD, target.embed_VD):
-        raise ValueError(
-            f"{folder} has embeddings that differ from the target's: they are leftovers, or "
-            f"belong to a different target"
-        )
+    target.drop_copy(tensors, EMBEDDINGS, target.embed_VD, folder)
     shape = LlamaShape.from_head_config(
         config.get("transformer_layer_config", config), target.config
     )

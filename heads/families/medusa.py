@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from redraft.files.folder import TRAINED_WITH, read_config, tensor_files
+from redraft.files.folder import TRAINED_WITH, read_config
 from redraft.files.tensors import load_into, read_tensors, write_head
 from redraft.heads import options
 from redraft.heads.draft import (
@@ -134,7 +134,7 @@ class Medusa(nn.Module):
             ValueError: a tensor is missing, unknown or has the wrong shape.
         """
         head = Medusa(_read(read_config(folder)), target)
-        tensors = read_tensors(folder, tensor_files(folder))
+        tensors = read_tensors(folder)
         load_into(head, {_our_name(name): tensor for name, tensor in tensors.items()}, folder)
         return head
 

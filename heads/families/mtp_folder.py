@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from redraft.files.artifact import MANIFEST, PROVENANCE, require_free
+from redraft.files.artifact import MANIFEST, PROVENANCE, require_free, write_json
 from redraft.files.folder import CONFIG, INDEX, WEIGHTS, read_config
 from redraft.files.tensors import list_tensors, read_tensors
 from redraft.heads.families.mtp_layouts import MIMO, Layout
@@ -73,8 +72,8 @@ def stitch(
     )
     # 4. Write index and config last, because they name files that must already exist.
     weight_map = {**kept, **dict.fromkeys(tensors, added)}
-    _write_json(out / INDEX, {"metadata": {}, "weight_map": dict(sorted(weight_map.items()))})
-    _write_json(out / CONFIG, {**read_config(target_folder), **config})
+    write_json(out / INDEX, {"metadata": {}, "weight_map": dict(sorted(weight_map.items()))})
+    write_json(out / CONFIG, {**read_config(target_folder), **config})
 
 
 def _keep_shard(path: Path, names: set[str], replaced: set[str], out: Path) -> dict[str, str]:
@@ -144,7 +143,3 @@ def as_mimo(llama_folder: Path, out: Path) -> None:
         MIMO.count_key: 1,
     }
     stitch(llama_folder, biases, out, mimo)
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")

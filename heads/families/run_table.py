@@ -90,10 +90,6 @@ class RunTable:
         return int(self._is_valid().sum())
 
     @property
-    def num_buckets(self) -> int:
-        return self._num_buckets
-
-    @property
     def oldest(self) -> int:
         """The first epoch whose runs are valid."""
         return self._epoch - 1

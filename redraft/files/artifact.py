@@ -88,7 +88,7 @@ def publishing(
         yield new
         # Write the provenance before sealing, because the manifest lists the files that exist at
         # that moment.
-        _write_json(partial / PROVENANCE, new.provenance)
+        write_json(partial / PROVENANCE, new.provenance)
         _seal(partial, folder, overwrite=overwrite)
 
 
@@ -440,7 +440,7 @@ def _seal(partial: Path, folder: Path, *, overwrite: bool) -> None:
         path.relative_to(partial).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256(path)}
         for path in paths
     }
-    _write_json(partial / MANIFEST, {"layout": LAYOUT, "files": files})
+    write_json(partial / MANIFEST, {"layout": LAYOUT, "files": files})
     for path in partial.rglob("*"):
         if path.is_symlink():
             continue
@@ -473,7 +473,8 @@ def _siblings(folder: Path, kind: str) -> list[Path]:
     return list(folder.parent.glob(f".{glob.escape(folder.name)}.*{kind}"))
 
 
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON file, without the guarantees of `write_whole`."""
     path.write_text(json.dumps(value, indent=2, default=str) + "\n")
 
 

@@ -39,15 +39,15 @@ def _map_bin(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def read_tensors(folder: Path, names: Iterable[str]) -> dict[str, Tensor]:
-    """Read the named tensors from the shards that contain them.
+def read_tensors(folder: Path, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+    """Read the named tensors from the shards that contain them; by default, all of `tensor_files`.
 
     A KeyError indicates a bug, because the names come from `list_tensors`.
     """
     files = list_tensors(folder)
     tensors: dict[str, Tensor] = {}
     by_file: dict[Path, list[str]] = {}
-    for name in names:
+    for name in tensor_files(folder) if names is None else names:
         by_file.setdefault(files[name], []).append(name)
     for path, wanted in by_file.items():
         if path.suffix == ".bin":
