@@ -19,10 +19,8 @@ import errno
 import hashlib
 import json
 import os
-import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -39,8 +37,8 @@ from redraft.distill.data.samples import Sample, data_hash
 from redraft.distill.signal.apart import documents
 from redraft.distill.signal.transfer import to_device
 from redraft.files.artifact import (
-    ABANDONED_S,
     is_full,
+    remove_abandoned,
     require_space,
     sync,
     write_whole,
@@ -238,10 +236,7 @@ def _write_shard(
     # A shard under its final name is complete. Two runs may write the same cache at once, so each
     # has its own partial file. Partial files of killed writers are removed later.
     partial = path.with_suffix(f".{os.getpid()}.partial")
-    for left in path.parent.glob("shard-*.partial"):
-        with suppress(OSError):
-            if time.time() - left.stat().st_mtime > ABANDONED_S:
-                left.unlink()
+    remove_abandoned(path.parent, "shard-*.partial")
     whole = {name: torch.cat([tensors[name] for tensors in kept]) for name in names}
     try:
         save_file(tensors | whole, partial)

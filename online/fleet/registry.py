@@ -23,7 +23,6 @@ import json
 import os
 import re
 import shutil
-import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -418,10 +417,7 @@ class Registry:
             # `cp -rL` turns the link into a folder, which is moved aside rather than removed,
             # because it contains a whole draft.
             link.rename(self.folder / f".current.copied.{uuid.uuid4().hex[:8]}")
-        for left in self.folder.glob(".current.*.partial"):
-            with suppress(OSError):
-                if time.time() - left.lstat().st_mtime > artifact.ABANDONED_S:
-                    left.unlink()
+        artifact.remove_abandoned(self.folder, ".current.*.partial")
         # The id keeps the files of different processes apart.
         partial = self.folder / f".current.{os.getpid()}.partial"
         partial.unlink(missing_ok=True)

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from redraft.files.lock import NO_LOCKS
+from redraft.files.lock import suppress_missing_locks
 
 MANIFEST = "manifest.json"
 PROVENANCE = "provenance.json"
@@ -113,10 +113,7 @@ def write_whole(path: Path, content: bytes | str, *, mode: int | None = None) ->
     # Write next to the file, because a rename is atomic only within a file system. The id keeps
     # processes apart.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
-        with suppress(OSError):
-            if time.time() - left.stat().st_mtime > ABANDONED_S:  # its writer was killed
-                left.unlink()
+    remove_abandoned(path.parent, f".{glob.escape(path.name)}.*.partial")
     try:
         with naming(path), partial.open("wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
@@ -129,6 +126,14 @@ def write_whole(path: Path, content: bytes | str, *, mode: int | None = None) ->
         partial.unlink(missing_ok=True)  # does nothing if it was renamed
     # The rename changes the folder. Without this flush, a power cut could restore the old file.
     sync(path.parent)
+
+
+def remove_abandoned(folder: Path, pattern: str) -> None:
+    """Remove the unfinished files that killed writers left in a folder."""
+    for left in folder.glob(pattern):
+        with suppress(OSError):
+            if time.time() - left.lstat().st_mtime > ABANDONED_S:
+                left.unlink()
 
 
 @contextmanager
@@ -396,21 +401,11 @@ def _make_locked(folder: Path) -> tuple[Path, int]:
             lock = os.open(partial, os.O_RDONLY)
             # The kernel releases the lock even after SIGKILL, so the lock distinguishes a running
             # writer from a killed one.
-            with _suppress_missing_locks():
+            with suppress_missing_locks():
                 fcntl.flock(lock, fcntl.LOCK_EX)
             if os.path.lexists(partial):
                 return partial, lock
             os.close(lock)
-
-
-@contextmanager
-def _suppress_missing_locks() -> Iterator[None]:
-    """Suppress the error if the file system does not support locks."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
 
 
 def _remove_abandoned(folder: Path) -> None:
@@ -422,7 +417,7 @@ def _remove_abandoned(folder: Path) -> None:
             continue  # its writer has published it in the meantime
         try:
             # Without locks, it is unknown whether a running process is writing to it.
-            with _suppress_missing_locks(), suppress(BlockingIOError):
+            with suppress_missing_locks(), suppress(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(partial, ignore_errors=True)
         finally:

@@ -68,6 +68,16 @@ def acquire(path: Path, purpose: str, *, waits: bool = False) -> int:
 
 
 @contextmanager
+def suppress_missing_locks() -> Iterator[None]:
+    """Suppress the error if the file system does not support locks."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+
+
+@contextmanager
 def wait_for(path: Path, waiting: str) -> Iterator[None]:
     """Hold the lock `path` while the block runs, after any other process has released it.
 
@@ -77,14 +87,12 @@ def wait_for(path: Path, waiting: str) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(waiting, flush=True)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
+        with suppress_missing_locks():
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print(waiting, flush=True)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)
