@@ -59,6 +59,8 @@ if TYPE_CHECKING:
 
 
 WITH, WITHOUT = "with-draft", "without-draft"  # Names of the two servers.
+DATA = ("conversations", "samples", "tokens", "labels", "labels_beyond", "share_beyond")
+"""Fields of `SampleStats` in the report."""
 
 
 class Forecaster:
@@ -266,11 +268,6 @@ def make_logits(target: str | TargetFolder) -> Callable[[Sequence[int]], torch.T
     return logits
 
 
-def describe_data(stats: SampleStats) -> dict[str, Any]:
-    names = ("conversations", "samples", "tokens", "labels", "labels_beyond", "share_beyond")
-    return {name: getattr(stats, name) for name in names}
-
-
 def report(
     run: RunFolder,
     *,
@@ -290,7 +287,7 @@ def report(
         "offline": offline_section(before=before, after=after),
         "by_domain": domain_section(after, engine.with_draft if engine else None),
         "by_context": describe_contexts(after.by_context),
-        "data": describe_data(data),
+        "data": {name: getattr(data, name) for name in DATA},
         "train": vars(cost),
         "curves": run.metrics,
         "environment": environment(),

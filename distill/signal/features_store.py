@@ -173,11 +173,6 @@ def name_states(token_ids: Sequence[int]) -> str:
     return hashlib.blake2b(ids.tobytes(), digest_size=16).hexdigest()
 
 
-def remove_states(url: str) -> None:
-    """Remove the states under `url`, if any."""
-    _remove(*fsspec.core.url_to_fs(url))
-
-
 class Leftovers:
     """Removes written states at the age of KEPT_S, even on a server that gets no more requests."""
 
@@ -196,7 +191,7 @@ class Leftovers:
             while self._written and self._written[0][0] < time.monotonic() - self._kept_s:
                 _, url = self._written.popleft()
                 with suppress(Exception):  # of a storage that does not answer
-                    remove_states(url)
+                    _remove(*fsspec.core.url_to_fs(url))
 
 
 class Storage:

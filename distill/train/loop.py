@@ -38,7 +38,7 @@ from redraft.distill.launch.ranks import (
 from redraft.distill.train.row_ranks import RowRanks
 from redraft.distill.train.run_config import Loop
 from redraft.distill.train.run_folder import RunFolder
-from redraft.distill.train.step import Distillation, StepOutcome, StepStats
+from redraft.distill.train.step import Distillation, StepOutcome
 from redraft.engine.hardware import Machine, launch_machine
 from redraft.engine.prompts import Prompt
 from redraft.files.progress import Progress
@@ -319,7 +319,15 @@ class _Trainer:
                 # a GPU.
                 stats = distillation.read(unread)
                 rate = self.meter.rate()
-                run.log(done, **_describe(stats), tokens_per_s=rate)
+                run.log(
+                    done,
+                    loss=stats.loss,
+                    alpha=stats.alpha,
+                    alpha_greedy=stats.alpha_greedy,
+                    grad_norm=stats.grad_norm,
+                    lr=stats.lr,
+                    tokens_per_s=rate,
+                )
                 bar.set_postfix(
                     loss=f"{stats.loss:.3f}", alpha=f"{stats.alpha[0]:.3f}", tok_s=f"{rate:,.0f}"
                 )
@@ -346,12 +354,6 @@ class _Trainer:
         ]
         device = self.distillation.accelerator.device
         return [self.ranks.place(batch, device) for batch in batches]
-
-
-def _describe(stats: StepStats) -> dict[str, Any]:
-    return {
-        name: getattr(stats, name) for name in ("loss", "alpha", "alpha_greedy", "grad_norm", "lr")
-    }
 
 
 def _evaluate(

@@ -263,9 +263,9 @@ def install(runner: Any) -> None:
                 "start it with --no-async-scheduling"
             )
         state.lookup = device = install_on_device(runner, answers, ngrams if is_mixed else None)
-        if device.counter:
-            state.counter = device.counter
-            _keep(runner, device.counter)
+        if counter := device.texts.counter:
+            state.counter = counter
+            _keep(runner, counter)
     elif is_v2:
         texts = HostTexts(runner)
         lookup = _make_lookup(texts, answers, ngrams, is_mixed)

@@ -152,10 +152,6 @@ class LookupOnDevice:
         # compiles the kernel
         self._follow(nothing_1, nothing_1, [None], self.runner.num_speculative_steps)
 
-    @property
-    def counter(self) -> AnswerCounter | None:
-        return self.texts.counter
-
     def sample(self, hidden_states: Any, batch: Any, grammar_output: Any) -> Any:
         """Sample and count answers in every step, even if the pace asks for no draft."""
         self.looked_up = frozenset()
@@ -208,9 +204,9 @@ class LookupOnDevice:
         return tokens_BK
 
     def _list_owners(self, names: list[str]) -> list[bytes | None]:
-        if self.counter is None:
+        if (counter := self.texts.counter) is None:
             return [b""] * len(names)
-        return [self.counter.owner(name, self.texts.requests.get(name)) for name in names]
+        return [counter.owner(name, self.texts.requests.get(name)) for name in names]
 
 
 def install_on_device(
