@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks.gpu.check import Config
 from benchmarks.gpu.results import Results
 from redraft.engine.settings import write_settings
+from redraft.files.checkpoint import load_causal_lm
 from redraft.online.learning.replay import training_sequence
 from redraft.online.records.origin import EXTRA_ARGS_KEY, Origin
 from redraft.online.records.record import CorruptRecordError, read_frames
@@ -112,7 +113,7 @@ def serve(draft: str, results: Results, spool: Path) -> None:
     engine.answer([prompts[i % len(prompts)] for i in range(192)], 96)
     results.keep("tokens/s", 192 * 96 / (time.perf_counter() - began_s))
     results.keep("end", engine.status())
-    model = load_model(on_gpu)
+    model = load_causal_lm(TARGET, torch.float32).to("cuda" if on_gpu else "cpu")
     results.measure(
         "distance of the text from the best token, nats",
         lambda: find_distance(model, prompts, texts),
@@ -189,17 +190,6 @@ def make_noise(good: Path, folder: Path) -> Path:
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
-
-
-def load_model(on_gpu: bool) -> Any:
-    """Load the target in Transformers, in float32."""
-    from transformers import AutoModelForCausalLM
-
-    return (
-        AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
-        .to("cuda" if on_gpu else "cpu")
-        .eval()
-    )
 
 
 @torch.no_grad()

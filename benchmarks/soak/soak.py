@@ -193,11 +193,14 @@ async def play(cfg: Config, stage: Stage, rng: random.Random) -> Seen:
 
 
 def build_processes(stage: Stage) -> dict[str, Supervised]:
-    async def store_probe() -> None:  # the liveness probe of docs/fleet.md: `redraft fleet probe`
-        await probe(stage.ingest, NATS)
-
     command = [find_broker(), "-c", str(stage.folder / "nats.conf")]
-    broker = Supervised("broker", command, stage.log("broker"), liveness=store_probe)
+    broker = Supervised(
+        "broker",
+        command,
+        stage.log("broker"),
+        # The liveness probe of docs/fleet.md: `redraft fleet probe`.
+        liveness=lambda: probe(stage.ingest, NATS),
+    )
     others = [
         *(stage.build_learner(name) for name in stage.learners),
         *(stage.build_tap(number + 1) for number in range(len(stage.taps))),
