@@ -2,7 +2,8 @@
 
 The speed is compared over time with the same server without drafts.
 
-    $ make demo-up                                # SmolLM2-135M-Instruct, 75 minutes on two cores: outputs/demo-up/
+    $ make demo-up                                # SmolLM2-135M-Instruct, 100 minutes on two cores: outputs/demo-up/
+    $ make demo-up UP=--resume                    # continue after a kill
     $ python -m benchmarks.demo.up --overwrite --learn-s 60 --pairs 6 --target tests/assets/tiny-target
 
 One command starts server and learner. Clients, 1 to 8 at once, ask for functions of the standard
@@ -24,7 +25,7 @@ import itertools
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,6 +34,7 @@ from typing import Any
 
 import altair as alt
 import httpx
+import msgspec
 import psutil
 
 from benchmarks.demo.delays import account
@@ -46,12 +48,13 @@ from benchmarks.demo.up_versions import compare_versions, draw_learning
 from benchmarks.workloads import list_workloads
 from redraft.distill.data.day import choose_day
 from redraft.distill.data.samples import held_out_prompts
-from redraft.engine.process import free_port, process_group, start_group, stop_group
+from redraft.engine.process import free_port, process_group, start_group
 from redraft.engine.prompts import Prompt
 from redraft.engine.server import vllm_server, wait_until_healthy
 from redraft.engine.target_dtype import TargetDtype
 from redraft.eval.report.charts import PANEL_HEIGHT, Spec, to_spec
 from redraft.eval.report.page import write_page
+from redraft.files.artifact import write_whole
 from redraft.files.checkpoint import load_causal_lm
 from redraft.files.progress import Progress
 from redraft.files.target_folder import TargetFolder
@@ -84,6 +87,9 @@ interval.
 MOST_QUESTIONS = 6000
 """Maximum number of questions; the whole demo asks about 2,500."""
 
+RESERVED = 50
+"""Number of questions that are marked as asked at once. A resumed demo asks none of them again."""
+
 WARM_UP_S = 30.0
 """Seconds of traffic before the head is measured alone, so that a new server finds its pace."""
 
@@ -105,6 +111,8 @@ class Config:
     """Folder for the report and for the folder of `redraft up`."""
     overwrite: bool = False
     """Replace the demo in `output`."""
+    resume: bool = False
+    """Continue the demo in `output` after a kill, with the measurements that it saved."""
     workload_pairs: int = 20
     """Number of pairs of blocks per workload, compared with a plain server. An interval needs at
     least 6.
@@ -149,7 +157,10 @@ def main(cfg: Config) -> None:
     scene = make_scene(
         SceneConfig(target=cfg.target, target_dtype=cfg.target_dtype, parts=cfg.parts)
     )
-    report = begin_report(cfg, day) | {"target": scene.target.name, "dtype": scene.dtype}
+    report = begin_report(cfg, day, resume=cfg.resume) | {
+        "target": scene.target.name,
+        "dtype": scene.dtype,
+    }
     opened, code = TargetFolder.open(scene.target), "code"
 
     questions = held_out_prompts(
@@ -160,18 +171,19 @@ def main(cfg: Config) -> None:
     longest = min(LONGEST, opened.text_config.max_position_embeddings)
     play = Play(cfg, scene.target.absolute(), scene.dtype, kv_bytes, questions, longest)
     try:
-        report["up"] = asyncio.run(play.run())
+        asyncio.run(play.run())
     finally:
         play.stop()
     report |= play.describe()
-    texts = [(answer.prompt.token_ids, answer.token_ids) for answer in play.traffic.answers]
     target = load_causal_lm(scene.target, to_torch(scene.dtype)).eval()
     exact = (
         target
         if scene.dtype == "float32"
         else load_causal_lm(scene.target, to_torch("float32")).eval()
     )
-    report["outputs"] = compare_with_target(spread(texts, cfg.checked_answers), target, exact)
+    report["outputs"] = compare_with_target(
+        spread(play.seen.texts, cfg.checked_answers), target, exact
+    )
     report["lossless"] = report["outputs"]["lossless"]
     report["duration_s"] = round(time.perf_counter() - began_s, 1)
 
@@ -181,6 +193,34 @@ def main(cfg: Config) -> None:
     page = write_page(cfg.output, report, TEMPLATE, charts)
     print(summarise(report["up"]))
     print(f"report: {page}")
+
+
+class Seen(msgspec.Struct):
+    """All measurements so far, saved in the output folder so that a killed demo can continue."""
+
+    finished: list[str] = []
+    """Parts of the demo that are finished."""
+    reserved: int = 0
+    """Number of questions that may have been asked."""
+    start_s: float = 0.0
+    ready_s: float = 0.0
+    """Time at which the server was first ready, in seconds since the epoch."""
+    pairs: list[Pair] = []
+    """Pairs of the server with counted answers."""
+    alone: list[Pair] = []
+    """Pairs of the head alone."""
+    first: int = 0
+    """Number of pairs before the learning."""
+    last: int = 0
+    """Number of pairs before those at the end."""
+    restarts_s: list[float] = []
+    """Times of the kill and of the first answer after it, in seconds since `ready_s`."""
+    cut_by_kill: int = 0
+    never_slower: dict[str, Any] = {}
+    pace: dict[str, Any] = {}
+    texts: list[tuple[list[int], list[int]]] = []
+    """Token ids of prompts and answers of the traffic."""
+    failures: list[str] = []
 
 
 @dataclass
@@ -194,15 +234,15 @@ class Play:
     questions: Sequence[Prompt]
     longest: int = MAX_MODEL_LEN
     """Maximum length of the servers' texts, in tokens."""
-    pairs: list[Pair] = field(default_factory=list)
-    restarts_s: list[float] = field(default_factory=list)
-    """Times of the kill and of the first answer after it, in seconds since the server was first ready.
-    """
+    seen: Seen = field(default_factory=Seen)
     _process: Any = None
 
     def __post_init__(self) -> None:
         self.folder, self.url = self.cfg.output.absolute() / "up", f"http://127.0.0.1:{free_port()}"
-        questions = iter(self.questions)
+        self._seen_path = self.cfg.output / "measured.json"
+        if self._seen_path.is_file():
+            self.seen = msgspec.json.decode(self._seen_path.read_bytes(), type=Seen)
+        questions = self._ask_once()
         self.traffic = Traffic(
             [self.url],
             {"code": questions},
@@ -221,48 +261,64 @@ class Play:
     def learner(self) -> LearnerConfig:
         return load_config(self.folder / "learner.toml")
 
-    async def run(self) -> dict[str, Any]:
-        first_start_s = self.start()
-        self.ready_s = time.monotonic()
-        for number in Progress(range(self.cfg.pairs), desc="first requests", unit="pair"):
-            await self.measure(CLIENTS[number % len(CLIENTS)])
-        first = len(self.pairs)
-        await self.learn(self.cfg.learn_s / 2)
-        cut = await self.kill()
-        await self.learn(self.cfg.learn_s / 2)
-        last = len(self.pairs)
-        for number in Progress(range(2 * self.cfg.pairs), desc="last requests", unit="pair"):
-            await self.measure(1 if number < self.cfg.pairs else CLIENTS[number % len(CLIENTS)])
-        never_slower = await self.compare_with_plain()
-        pace, end = (await self.ask("GET", "status"))["pace"], len(self.pairs)
-        one_client = [pair for pair in self.pairs[last:] if pair.clients == 1]
-        await self.restart_without_counts()
-        for _ in Progress(range(self.cfg.pairs), desc="the head alone", unit="pair"):
-            await self.measure(1)
-        head_alone, self.pairs = self.pairs[end:], self.pairs[:end]
-        return {
-            "promoted": len(Registry(self.learner.registry).promoted()) - 1,
-            "start_s": first_start_s,
-            "speed_first": estimate(self.pairs[:first]),
-            "with_counts": estimate(one_client),
-            "head_alone": estimate(head_alone),
-            "speed_last_by_clients": {
-                str(clients): estimate(
-                    [pair for pair in self.pairs[last:] if pair.clients == clients]
-                )
-                for clients in CLIENTS
-            },
-            "time_to_gain_s": find_gain(self.pairs),
-            "never_slower": never_slower,
-            "explored_share": pace["explored"],
-            "requests": len(self.traffic.answers)
-            + sum(2 * max(LEAST_BLOCK, pair.clients) for pair in self.pairs + head_alone),
-            "failed": len(self.traffic.failures) - cut,
-            "failures": self.traffic.failures[cut:][:5],
-            "cut_by_kill": cut,
-            "restart_s": self.restarts_s[1] - self.restarts_s[0],
-            "pace": pace["line"],
+    def _ask_once(self) -> Iterator[Prompt]:
+        """Yield the questions that no earlier run can have asked."""
+        for number in range(self.seen.reserved, len(self.questions)):
+            if number == self.seen.reserved:
+                self.seen.reserved = number + RESERVED
+                self.save()
+            yield self.questions[number]
+
+    def save(self) -> None:
+        """Save the measurements and the answers so far."""
+        answers, failures = self.traffic.answers, self.traffic.failures
+        self.seen.texts += [(list(a.prompt.token_ids), list(a.token_ids)) for a in answers]
+        self.seen.failures += failures
+        answers.clear()
+        failures.clear()
+        write_whole(self._seen_path, msgspec.json.encode(self.seen))
+
+    async def run(self) -> None:
+        """Play the parts that are not finished."""
+        seen, half_s = self.seen, self.cfg.learn_s / 2
+        parts: dict[str, Callable[[], Awaitable[None]]] = {
+            "first": self.measure_first,
+            "learning": lambda: self.learn(half_s),
+            "kill": self.kill,
+            "learning on": lambda: self.learn(half_s),
+            "last": self.measure_last,
+            "plain": self.compare_with_plain,
+            "alone": self.measure_alone,
         }
+        for name, play in parts.items():
+            if name in seen.finished:
+                continue
+            if self._process is None and name != "alone":
+                start_s = self.start()
+                if not seen.ready_s:
+                    seen.start_s, seen.ready_s = start_s, time.time()
+            await play()
+            seen.finished.append(name)
+            self.save()
+
+    async def measure_first(self) -> None:
+        for number in Progress(range(self.cfg.pairs), desc="first requests", unit="pair"):
+            if number >= len(self.seen.pairs):
+                await self.measure(CLIENTS[number % len(CLIENTS)])
+        self.seen.first = len(self.seen.pairs)
+
+    async def measure_last(self) -> None:
+        self.seen.last = self.seen.last or len(self.seen.pairs)
+        for number in Progress(range(2 * self.cfg.pairs), desc="last requests", unit="pair"):
+            if self.seen.last + number >= len(self.seen.pairs):
+                clients = 1 if number < self.cfg.pairs else CLIENTS[number % len(CLIENTS)]
+                await self.measure(clients)
+
+    async def measure_alone(self) -> None:
+        await self.restart_without_counts()
+        for number in Progress(range(self.cfg.pairs), desc="the head alone", unit="pair"):
+            if number >= len(self.seen.alone):
+                await self.measure(1, self.seen.alone)
 
     def start(self, *options: str) -> float:
         """Start the command, wait until it serves, and return how many seconds that took."""
@@ -273,28 +329,29 @@ class Play:
         return time.monotonic() - began_s
 
     def stop(self) -> None:
+        """Stop the command, and wait until its learner has exited, whose files are read next."""
         if self._process is not None:
-            stop_group(self._process)
+            self._process.terminate()
+            self._process.wait()
 
-    async def kill(self) -> int:
-        """End all processes at once while clients wait, and start the command again.
-
-        Returns the requests that were cut off.
-        """
+    async def kill(self) -> None:
+        """End all processes at once while clients wait, and start the command again."""
         async with self.traffic.flowing():
             await asyncio.sleep(5)
-            failed, at_s = len(self.traffic.failures), time.monotonic()
+            self.save()
+            failed, at_s = len(self.seen.failures), time.time()
             leader = psutil.Process(self._process.pid)
             for process in [*leader.children(recursive=True), leader]:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
             await asyncio.sleep(1)
-        cut = len(self.traffic.failures) - failed
+        self.save()
+        self.seen.cut_by_kill = len(self.seen.failures) - failed
+        del self.seen.failures[failed:]
         await asyncio.to_thread(self.start)
-        self.restarts_s = [at_s - self.ready_s, time.monotonic() - self.ready_s]
-        return cut
+        self.seen.restarts_s = [at_s - self.seen.ready_s, time.time() - self.seen.ready_s]
 
-    async def compare_with_plain(self) -> dict[str, Any]:
+    async def compare_with_plain(self) -> None:
         """Compare each workload with a plain server of the same target (`never_slower`)."""
         await self.settle()
         tokenizer = TargetFolder.open(self.target).tokenizer
@@ -310,11 +367,14 @@ class Play:
             beside = Beside(
                 plain=plain.url, up=self.url, resting=resting, count_head=self.count_head
             )
-            found = {}
+            found = self.seen.never_slower
             for workload in list_workloads(tokenizer, self._waiting, self.longest):
+                if workload.name in found:
+                    continue
                 await self.settle()
                 found[workload.name] = await beside.compare(workload, self.cfg.workload_pairs)
-        return found
+                self.save()
+        self.seen.pace = (await self.ask("GET", "status"))["pace"]
 
     async def count_head(self) -> float:
         """Count the accepted tokens of the served version, without lookups."""
@@ -323,9 +383,9 @@ class Play:
 
     async def restart_without_counts(self) -> None:
         """Stop the command, start it again with the head alone, and warm up."""
-        await self.settle()
-        self._process.terminate()
-        await asyncio.to_thread(self._process.wait)
+        if self._process is not None:
+            await self.settle()
+            await asyncio.to_thread(self.stop)
         await asyncio.to_thread(self.start, "--draft", "head")
         self.traffic.clients = 1
         async with self.traffic.flowing():
@@ -357,16 +417,19 @@ class Play:
             for clients in (1, CLIENTS[number % len(CLIENTS)]):
                 await self.measure(clients)
 
-    async def measure(self, clients: int) -> None:
-        """Measure one more pair of blocks; for each client count, the kinds take turns going first.
+    async def measure(self, clients: int, pairs: list[Pair] | None = None) -> None:
+        """Add one more pair of blocks; for each client count, the kinds take turns going first.
+
+        They are added to `pairs`, by default those with counted answers.
 
         Raises:
             ValueError: all questions have been asked.
         """
         await self.settle()
+        pairs = self.seen.pairs if pairs is None else pairs
         rates = {}
         paces = [("undrafted", "0"), ("auto", "auto")]
-        for name, pace in reversed(paces) if len(self.pairs) // len(CLIENTS) % 2 else paces:
+        for name, pace in reversed(paces) if len(pairs) // len(CLIENTS) % 2 else paces:
             block = list(itertools.islice(self._waiting, max(LEAST_BLOCK, clients)))
             if not block:
                 raise ValueError(
@@ -378,8 +441,9 @@ class Play:
             )
         await self.ask("POST", "pace", {"pace": "auto"})
         version = (await self.ask("GET", "status"))["draft_version"]
-        at_s = time.monotonic() - self.ready_s
-        self.pairs.append(Pair(s=at_s, clients=clients, version=version, **rates))
+        at_s = time.time() - self.seen.ready_s
+        pairs.append(Pair(s=at_s, clients=clients, version=version, **rates))
+        self.save()
 
     async def ask(self, method: str, route: str, body: Any = None) -> dict[str, Any]:
         """Return the answer of one of the plugin's routes. Raises httpx.HTTPError."""
@@ -391,25 +455,45 @@ class Play:
 
     def describe(self) -> dict[str, Any]:
         """Describe the pairs, and the swaps that the learner recorded, on one clock."""
-        journal = Journal(self.learner.folder / "journal").read().entries
-        zero_s = time.time() - (time.monotonic() - self.ready_s)
+        seen, journal = self.seen, Journal(self.learner.folder / "journal").read().entries
         swaps = [
             e
             for e in journal
             if isinstance(e, SwapEntry) and e.outcome in ("swapped", "rolled_back")
         ]
+        last = seen.pairs[seen.last :]
+        by_clients = {n: estimate([p for p in last if p.clients == n]) for n in CLIENTS}
         return {
+            "up": {
+                "promoted": len(Registry(self.learner.registry).promoted()) - 1,
+                "start_s": seen.start_s,
+                "speed_first": estimate(seen.pairs[: seen.first]),
+                "with_counts": by_clients[1],
+                "head_alone": estimate(seen.alone),
+                "speed_last_by_clients": {str(n): found for n, found in by_clients.items()},
+                "time_to_gain_s": find_gain(seen.pairs),
+                "never_slower": seen.never_slower,
+                "explored_share": seen.pace["explored"],
+                "requests": len(seen.texts)
+                + sum(2 * max(LEAST_BLOCK, pair.clients) for pair in seen.pairs + seen.alone),
+                "failed": len(seen.failures),
+                "failures": seen.failures[:5],
+                "cut_by_kill": seen.cut_by_kill,
+                "restart_s": seen.restarts_s[1] - seen.restarts_s[0],
+                "pace": seen.pace["line"],
+            },
             "started": f"redraft {shlex.join(self.command())}",
             "passed_gate": sum(
                 isinstance(e, GateEntry) and e.verdict == "promote" for e in journal
             ),
-            "pairs": [{**vars(pair), "ratio": pair.ratio} for pair in self.pairs],
+            "pairs": [{**vars(pair), "ratio": pair.ratio} for pair in seen.pairs],
             "swaps": [
-                {"s": e.time_s - zero_s, "version": e.version, "outcome": e.outcome} for e in swaps
+                {"s": e.time_s - seen.ready_s, "version": e.version, "outcome": e.outcome}
+                for e in swaps
             ],
-            "kill_s": self.restarts_s,
+            "kill_s": seen.restarts_s,
             "delays": account(journal),
-            "learning": compare_versions(self.learner, journal, zero_s),
+            "learning": compare_versions(self.learner, journal, seen.ready_s),
         }
 
 

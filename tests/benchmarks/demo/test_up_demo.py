@@ -168,7 +168,7 @@ async def playing(
 
     questions = [Prompt(token_ids=[number], domain="code") for number in range(60)]
     play = Play(Config(output=output), output, "float32", 0, questions)
-    play.ready_s = time.monotonic()
+    play.seen.ready_s = time.time()
     play.folder.mkdir(parents=True)
     write_token(play.folder / "token")
     settings = {"target": output, "registry": output, "spool": output, "folder": play.folder}
@@ -200,6 +200,26 @@ async def test_no_question_is_asked_twice(tmp_path: Path) -> None:
             pass
         with pytest.raises(ValueError, match="60"):
             await play.measure(1)
+
+
+@in_event_loop
+async def test_a_killed_demo_continues_with_its_pairs_and_asks_no_question_again(
+    tmp_path: Path,
+) -> None:
+    async with playing(tmp_path, itertools.repeat("training")) as (play, seen):
+        await play.measure(1)
+        async with play.traffic.flowing():
+            await until(lambda: len(play.traffic.answers) >= 3)
+        await play.measure(2, play.seen.alone)
+        asked = {body["prompt"][0] for body in seen if "prompt" in body}
+    again = Play(play.cfg, play.target, "float32", 0, play.questions)
+    assert again.seen == play.seen
+    assert [len(pairs) for pairs in (again.seen.pairs, again.seen.alone)] == [1, 1]
+    assert len(again.seen.texts) >= 3
+    assert all(len(prompt) == 1 and answer == [7, 7] for prompt, answer in again.seen.texts)
+    left = [prompt.token_ids[0] for prompt in again._waiting]
+    assert left
+    assert not asked & set(left)
 
 
 @in_event_loop
