@@ -28,7 +28,8 @@ from redraft.recipes.cli.run import Recipe
 from redraft.recipes.cli.wrapping import wrap_prose
 from redraft.recipes.train import COMMON
 
-EVAL_EVERY = 50  # Steps between two evaluations: adapting takes a fraction of the steps.
+# Steps between two evaluations: adapting takes far fewer steps than training from scratch.
+EVAL_EVERY = 50
 
 
 def choose_recipe(args: Sequence[str], prog: str) -> tuple[Recipe, Sequence[str]]:
@@ -50,7 +51,7 @@ def choose_recipe(args: Sequence[str], prog: str) -> tuple[Recipe, Sequence[str]
         raise FileNotFoundError(
             f"{old} contains no draft: give the folder or the hub name of an exported draft"
         )
-    read_config(old)  # names the draft of a run's folder
+    read_config(old)  # for a run's folder, the error names its draft
     family = detect_family(old)
     if family.training is None:
         raise ValueError(
@@ -61,7 +62,7 @@ def choose_recipe(args: Sequence[str], prog: str) -> tuple[Recipe, Sequence[str]
         main=functools.partial(main, family, old),
         config_type=HeadConfig if family.is_head else StandaloneConfig,
         default=_defaults(family, old),
-        description=f"Adapt {old}, of the family {family.title}, to another version of the target.",
+        description=f"Adapt {old}, a {family.title} draft, to another version of the target.",
         common=COMMON,
         prog=f"{prog} {old}",
     )
@@ -98,7 +99,7 @@ def main(family: Family, old: Path, cfg: Any) -> None:
     Raises the same errors as `adapt`, and ValueError if there is no target, or if there are no data
     and `old` does not name its own data.
     """
-    from redraft.distill.run.adaptation import adapt  # here, because they import torch
+    from redraft.distill.run.adaptation import adapt  # imported here, because they import torch
     from redraft.distill.run.training_run import refuse
 
     if not cfg.target:
@@ -129,8 +130,8 @@ def _answer(old: Path, cfg: Any) -> Path:
     asking = RegenerateConfig(
         prompts=asked.source, split=asked.split, target=cfg.target, output=cfg.output
     )
-    # The folder is named by target and questions, so answers of different fine-tunes are stored
-    # side by side.
+    # The folder's name contains the target and the questions, so that answers of different
+    # fine-tunes do not mix.
     who = hash_key([regenerate.identify(asking), asked.source, asked.split])[:8]
     asking = replace(asking, output=cfg.output.with_name(f"{cfg.output.name}-answers-{who}.jsonl"))
     print(f"{cfg.target} answers the questions of {asked.source}")

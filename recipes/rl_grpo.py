@@ -56,16 +56,16 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
 def main(cfg: GrpoConfig) -> None:
     """Train the policy.
 
-    Raises the errors of TRL, httpx and the loaders, and ValueError with the server's answer if the
-    server refuses a policy.
+    Raises the errors of TRL, httpx and the loaders, and ValueError with the server's response if
+    the server rejects a policy.
     """
     make_trainer(cfg).train()
 
 
 def make_trainer(cfg: GrpoConfig, reward: Any = reward, **training: Any) -> Any:
-    """Make TRL's trainer.
+    """Create TRL's trainer.
 
-    `training` has additional settings of GRPOConfig. The server must be ready.
+    `training` contains additional GRPOConfig settings. The server must be ready.
     """
     import httpx
     import torch
@@ -80,7 +80,7 @@ def make_trainer(cfg: GrpoConfig, reward: Any = reward, **training: Any) -> Any:
     target, output = TargetFolder.open(cfg.target), cfg.output.absolute()
     dtype = (
         target.text_config.dtype
-    )  # as it is served: float32 would be twice as much to write and read
+    )  # the dtype that is served: float32 would double the bytes to write and read
     headers = {"Authorization": f"Bearer {read_token(cfg.token_file)}"}
     small = [
         path
@@ -89,14 +89,17 @@ def make_trainer(cfg: GrpoConfig, reward: Any = reward, **training: Any) -> Any:
     ]
 
     class Client(vllm_generation.VLLMClient):  # type: ignore[misc]
-        """TRL's client with checkpoints instead of NCCL. The server empties its own cache."""
+        """TRL's client, but it sends weights as checkpoints instead of over NCCL.
+
+        The server resets its own cache.
+        """
 
         def init_communicator(self, device: Any = 0) -> None:
             self.num_pushes = 0
 
         def reset_prefix_cache(self) -> None: ...
 
-        def get_server_info(self) -> dict[str, Any]:  # a route of the development mode
+        def get_server_info(self) -> dict[str, Any]:  # a route that exists only in development mode
             return {"model_config": {"logprobs_mode": "processed_logprobs"}}
 
         def update_named_params(
@@ -115,7 +118,7 @@ def make_trainer(cfg: GrpoConfig, reward: Any = reward, **training: Any) -> Any:
             }
             save_file(tensors, folder / "model.safetensors", {"format": "pt"})
             body = {"version": folder.name, "path": str(folder)}
-            # Do not use TRL's session, which repeats a request that the server has refused.
+            # Do not use TRL's session, which retries a request that the server has rejected.
             answer = httpx.post(
                 f"{self.base_url}/redraft/target", json=body, headers=headers, timeout=None
             )
@@ -133,7 +136,7 @@ def make_trainer(cfg: GrpoConfig, reward: Any = reward, **training: Any) -> Any:
         use_vllm=True, vllm_mode="server", vllm_server_base_url=cfg.url, max_completion_length=cfg.max_tokens,
         max_steps=cfg.updates, learning_rate=cfg.lr, **settings | training,
     )  # fmt: skip
-    # Use float32, because bfloat16 weights would swallow updates of 1e-6.
+    # Use float32, because bfloat16 weights would round updates of 1e-6 to zero.
     model = AutoModelForCausalLM.from_pretrained(
         target.folder, dtype=torch.float32, trust_remote_code=False
     )

@@ -71,8 +71,7 @@ def choose_recipe(args: Sequence[str], prog: str) -> tuple[Recipe, Sequence[str]
         main=functools.partial(main, family),
         config_type=HeadConfig if family.is_head else StandaloneConfig,
         default=make_config(family),
-        description=f"Train a draft of the family {family.title}, prove it in a real vLLM, and "
-        "report.",
+        description=f"Train a {family.title} draft, prove it in a real vLLM, and report.",
         common=COMMON,
         prog=f"{prog} {name}",
     )
@@ -80,8 +79,8 @@ def choose_recipe(args: Sequence[str], prog: str) -> tuple[Recipe, Sequence[str]
 
 
 def main(family: Family, cfg: Config) -> None:
-    """Train a draft of the family. Raises the same errors as `run`."""
-    from redraft.distill.run.training_run import run  # here, because it imports torch
+    """Train a draft of the given family. Raises the same errors as `run`."""
+    from redraft.distill.run.training_run import run  # imported here, because it imports torch
 
     run(family, cfg)
 

@@ -15,7 +15,7 @@ class Group(Enum):
 
 @dataclass(frozen=True)
 class Part:
-    """A recipe with its settings and `main`, and its lines in the help."""
+    """A recipe: its settings, its `main` and its lines in the help."""
 
     module: str
     summary: str
@@ -31,7 +31,7 @@ class Command:
 
     group: Group
     module: str
-    """Module of the recipe. Empty for a command with parts."""
+    """Module of the recipe. Empty if the command has parts."""
     summary: str
     example: str
     parts: Mapping[str, Part] = field(default_factory=dict)
@@ -123,7 +123,7 @@ COMMANDS = {
             ),
             "capture": Part(
                 "redraft.recipes.plan.capture",
-                "Calculate the cost of capture in a server's step",
+                "Calculate what capture adds to a server's step",
                 "redraft plan capture --requests 32 256",
             ),
         },

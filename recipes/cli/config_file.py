@@ -52,7 +52,7 @@ def _change(default: Any, values: Mapping[str, Any], path: str, prefix: str) -> 
             )
     changed = copy.copy(default)
     vars(changed).update(changes)
-    try:  # The whole is checked with the flags, which may give what the file lacks.
+    try:  # The whole config is checked with the flags, which may supply what the file omits.
         return dataclasses.replace(changed) if prefix else changed
     except SettingError as error:
         raise ValueError(f"{path}: {error.spell(lambda name: prefix + name)}") from error
@@ -65,7 +65,7 @@ def render_config(config: Any) -> str:
 
 
 def _render(config: Any, prefix: str) -> Iterator[str]:
-    """The lines of a table. TOML requires keys before sub-tables."""
+    """Return the lines of a table. TOML requires keys before sub-tables."""
     tables = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)

@@ -41,7 +41,7 @@ from redraft.recipes.cli.wrapping import hold_commands
 class RefusedConfigError(Exception):
     """The dataclass `owner` refused its values for `reason`.
 
-    tyro would catch a ValueError and print it in a box.
+    This is not a ValueError, which tyro would catch and print in a box.
     """
 
     def __init__(self, reason: ValueError, owner: type) -> None:
@@ -82,7 +82,7 @@ def make_registry(common: Container[str] | None = None) -> ConstructorRegistry:
 def describe_dataclass(
     info: StructTypeInfo, *, common: Container[str] | None = None
 ) -> StructConstructorSpec | None:
-    """Return a dataclass's fields with folded help. A refused value raises RefusedConfigError."""
+    """Return a dataclass's fields with folded help. A rejected value raises RefusedConfigError."""
     if not dataclasses.is_dataclass(info.type):
         return None
     hints = get_type_hints(info.type, include_extras=True)
@@ -93,7 +93,7 @@ def describe_dataclass(
             continue
         # tyro takes the hint as the flag's type, so changes of the help text are annotations.
         hint, default = hints[field.name], _find_default(field, info.default)
-        if isinstance(hint, TypeVar):  # the options of a family: the default has their class
+        if isinstance(hint, TypeVar):  # for a family's options, the default determines the class
             hint = type(default)
         if common is not None and not dataclasses.is_dataclass(default):
             *_, owner = (
@@ -104,7 +104,7 @@ def describe_dataclass(
         text = docs.get(field.name)
         text = None if text is None else hold_commands(text)
         if common is not None and text is not None:
-            first, *others = text.split(". ")  # `--help-all` prints all of it
+            first, *others = text.split(". ")  # `--help-all` prints the full text
             text = ". ".join([first, *(one for one in others if one.startswith("Default: "))])
             text = text.rstrip(".") + "."
         if default is True and text is not None:  # help prints --no-FLAG
@@ -125,9 +125,9 @@ def describe_dataclass(
 
 
 def _describe_default(hint: Any, default: Any, text: str) -> str | None:
-    """Return the note on a flag's default in the help. None for tyro's own note."""
+    """Return the note on a flag's default in the help. Return None to keep tyro's own note."""
     if tyro.conf.UseAppendAction in getattr(hint, "__metadata__", ()):
-        return None  # tyro calls the flag repeatable
+        return None  # tyro already marks the flag as repeatable
     if default is None and "default" in text.lower():
         return ""
     if default is None or default in ((), "", {}):
@@ -139,7 +139,9 @@ def _describe_default(hint: Any, default: Any, text: str) -> str | None:
 
 
 def choose_metavar(name: str, hint: Any) -> str | None:
-    """Return the word for a value in the help, e.g. TARGET. None for tyro's own (INT, or choices).
+    """Return the word for a value in the help, e.g. TARGET.
+
+    Return None to keep tyro's own (INT, or choices).
 
     Text and paths are named after their field. An optional value is shown without its `None`, and
     a tuple with the name of one of its elements.
@@ -256,7 +258,7 @@ def _repeatable(config_type: type[Any], prefix: str) -> Iterator[str]:
 
 
 def make_unchecked(config_type: type[Any]) -> Any:
-    """Return an unchecked config with the defaults. Values without a default are missing."""
+    """Return an unvalidated config with the defaults. Fields without a default are missing."""
     config = object.__new__(config_type)
     vars(config).update(
         {field.name: _find_default(field, None) for field in dataclasses.fields(config_type)}

@@ -35,13 +35,13 @@ def choose_environment(*, has_terminal: bool) -> dict[str, str]:
 
     They do not replace variables that the user has set.
     """
-    # A waiting OpenMP thread spins, and may take the core that a preempted thread needs. On two
+    # A waiting OpenMP thread spins, and may occupy the core that a preempted thread needs. On two
     # cores with other work, a training step took ten times as long as with sleeping threads. Only
     # libgomp, which torch uses, reads this variable. OMP_WAIT_POLICY would also affect vLLM's
     # workers (libiomp5), whose speed was measured without it.
     chosen = {"GOMP_SPINCOUNT": "0"}
     if not has_terminal:
-        # Time in seconds, for the progress bars of transformers and datasets, which are not ours.
+        # In seconds. For the progress bars that transformers and datasets draw themselves.
         chosen["TQDM_MININTERVAL"] = "10"
     return chosen
 
@@ -57,14 +57,14 @@ def main() -> None:
         sys.stdout.flush()
     except (
         BrokenPipeError
-    ):  # `redraft ... | head` has read enough; without this Python would complain at exit
+    ):  # `redraft ... | head` closes the pipe early; without this, Python prints an error at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 0
     sys.exit(status)
 
 
 class _Outliving(io.FileIO):
-    """A stream whose writes are discarded, and never fail, once nothing accepts them."""
+    """A stream that discards writes, instead of raising, once the underlying stream fails."""
 
     def write(self, data: Any) -> int:
         try:
@@ -74,7 +74,7 @@ class _Outliving(io.FileIO):
 
 
 def outlive_readers() -> None:
-    """Let this process continue if its output fails: a closed pipe or terminal, or a full disk."""
+    """Let this process continue if its output fails, e.g. at a closed pipe or a full disk."""
     for name in ("stdout", "stderr"):
         now = getattr(sys, name)
         raw = _Outliving(now.fileno(), "w", closefd=False)
@@ -106,9 +106,11 @@ class Recipe:
     description: str | None
     presets: Mapping[str, Any] = field(default_factory=dict)
     default: Any = None
-    """The config without any flag. None if `config_type` has defaults for all fields."""
+    """The config before any flags are applied. None if `config_type` has defaults for all
+    fields.
+    """
     common: Container[str] | None = None
-    """"Class.field" of the flags in `--help`. None for all flags."""
+    """Flags shown by `--help`, as "Class.field". None shows all flags."""
     prog: str
 
 
@@ -132,7 +134,7 @@ def run_recipe(
 
 
 def run_choice(choose: Callable[[Sequence[str], str], tuple[Recipe, Sequence[str]]]) -> None:
-    """Do the same as `run_recipe` for a file whose first argument chooses the recipe."""
+    """Like `run_recipe`, for a file whose first argument chooses the recipe."""
 
     if status := run_guarded(lambda: _run(*choose(sys.argv[1:], sys.argv[0]))):
         sys.exit(status)
@@ -160,7 +162,8 @@ def parse_recipe(recipe: Recipe, args: Sequence[str]) -> Any:
         SystemExit: 0 after `--help` and `--print-config`.
     """
     for argument in args:
-        # Weights and reports cannot be written under such a name, so refuse it before the work.
+        # Weights and reports cannot be written under such a name, so reject it before the run
+        # starts.
         if any("\ud800" <= char <= "\udfff" for char in argument):
             raise ValueError(f"{argument} is not UTF-8: rename the file or folder")
     # The modules import tyro, which takes a tenth of a second, too long for `redraft --help`.
@@ -168,8 +171,8 @@ def parse_recipe(recipe: Recipe, args: Sequence[str]) -> Any:
     from redraft.recipes.cli.flags import make_unchecked, refuse_repeated
 
     notes, presets, default = [recipe.description or ""], recipe.presets, recipe.default
-    # tyro knows neither presets nor files, so these flags are removed, and their values become the
-    # default of the whole config.
+    # tyro does not support presets or files, so these flags are removed, and their values become
+    # the defaults of the config.
     end = args.index("--") if "--" in args else len(args)
     rest, others = list(args[:end]), args[end:]
     refuse_repeated(rest, recipe.config_type)
@@ -279,10 +282,10 @@ def _parse_flags(
 def run_guarded(run: Callable[[], object]) -> int:
     """Call `run` and return 0, or print a user error as one line and return 2.
 
-    With REDRAFT_TRACEBACK=1, the error is raised instead, as defects of redraft always are.
+    With REDRAFT_TRACEBACK=1, the error is raised instead. Bugs in redraft are always raised.
     """
     reach_loopback(os.environ)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # not if a test captures it
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a test may have replaced the stream
         # A path or text with characters that the encoding lacks is shown escaped, so that it does
         # not end the command.
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -294,21 +297,25 @@ def run_guarded(run: Callable[[], object]) -> int:
         line = describe_error(error)
         if line is None or os.environ.get(TRACEBACK_VARIABLE) == "1":
             raise
-        print(f"redraft: {printable(line)}", file=sys.stderr)  # it may quote a server
+        print(f"redraft: {printable(line)}", file=sys.stderr)  # the message may quote a server
         return 2
     return 0
 
 
 def describe_error(error: BaseException) -> str | None:
-    """Return the line to show the user. None for a defect of redraft, which needs a traceback."""
-    httpx = sys.modules.get("httpx")  # if nothing has imported it, the error cannot come from it
+    """Return the line to show the user.
+
+    Return None for a bug in redraft, which needs a traceback.
+    """
+    # The error cannot come from a module that has not been imported.
+    httpx = sys.modules.get("httpx")
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if isinstance(error, ModuleNotFoundError):
         return f"{error}; `redraft doctor` lists what to install"
-    # The system's errors have a `strerror`. Errors raised by redraft contain one sentence:
-    # ConnectionError, ChildProcessError and TimeoutError are OSErrors too, and are handled by the
-    # line below.
+    # Errors from the operating system have a `strerror`. Errors raised by redraft contain one
+    # sentence: ConnectionError, ChildProcessError and TimeoutError are OSErrors too, and are
+    # handled by the line below.
     if isinstance(error, OSError) and error.strerror:
         # In a failed rename, the second name is the one that the user gave.
         name = error.filename2 or error.filename
@@ -322,8 +329,8 @@ def describe_error(error: BaseException) -> str | None:
         reason = shorten(str(error))
         return (
             f"{reason}. Use smaller batches (for a training run, a smaller --loop.batch-size with a "
-            "larger --optim.accumulation), or a GPU with more memory: `redraft plan` counts what a "
-            "training step needs"
+            "larger --optim.accumulation), or a GPU with more memory: `redraft plan` "
+            "calculates what a training step needs"
         )
     if is_full(error):
         return f"no space left on a disk, or in your quota or file limit: {error}"

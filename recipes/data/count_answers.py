@@ -1,4 +1,4 @@
-"""Count the target's answers, as a draft.
+"""Build a draft from n-gram counts of the target's answers.
 
 This draft needs no training and no GPU, and proposes tokens without running a model.
 
@@ -41,7 +41,7 @@ class CountConfig:
 
 
 def main(cfg: CountConfig) -> None:
-    """Count the answers, and publish the counts as a draft.
+    """Count the n-grams in the answers, and publish the counts as a draft.
 
     Raises:
         FileExistsError: the output already exists.
@@ -59,7 +59,8 @@ def main(cfg: CountConfig) -> None:
 
     require_replaceable(cfg.output, cfg, overwrite=cfg.overwrite)
     target, day = TargetFolder.open(cfg.target), choose_day(cfg.date)
-    target.fetch_and_check()  # before the counting: the fingerprint reads the weights
+    # Before counting, because the fingerprint reads the weights and may fail.
+    target.fetch_and_check()
     conversations = load_conversations(cfg.data, split=cfg.split)
     samples, stats = build_samples(
         conversations,

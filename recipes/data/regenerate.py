@@ -24,7 +24,7 @@ from redraft.files.lock import wait_for
 from redraft.files.replaced import find_obstacle
 from redraft.recipes.data.regenerate_config import RegenerateConfig
 
-MAX_MODEL_LEN = 8192  # at most, in tokens: each running request reserves memory
+MAX_MODEL_LEN = 8192  # upper limit in tokens, because each running request reserves memory
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 
@@ -57,7 +57,7 @@ def main(cfg: RegenerateConfig) -> None:
     # Two commands with the same output would answer everything twice, and with --overwrite one of
     # them would remove the answers of the other.
     lock = cfg.output.with_name(f".{cfg.output.name}.lock")
-    with wait_for(lock, f"waits for another redraft regenerate with --output {cfg.output}"):
+    with wait_for(lock, f"waiting for another redraft regenerate with --output {cfg.output}"):
         answer(conversations, cfg, states)
 
 
@@ -67,7 +67,7 @@ def answer(
     states: tuple[Storage, Storage] | None,
 ) -> None:
     if cfg.overwrite:
-        finished_keys(cfg.output, None)  # refuses a file that this command has not written
+        finished_keys(cfg.output, None)  # raises if this command did not write the file
     sampling = Sampling(
         temperature=cfg.temperature,
         max_tokens=cfg.max_tokens,
@@ -148,8 +148,8 @@ def serve_answers(cfg: RegenerateConfig) -> Iterator[tuple[str, str | None]]:
         log=log,
         max_model_len=min(limit, MAX_MODEL_LEN),
         max_num_seqs=cfg.concurrency,
-        # Share of a CPU's memory. `vllm_server` ignores this number on a GPU, which vLLM fills by
-        # itself.
+        # Fraction of a CPU's memory. `vllm_server` ignores it on a GPU, where vLLM's default
+        # applies.
         kv_cache_bytes=psutil.virtual_memory().available // 4,
         extra_args=cfg.vllm_args,
     ) as server:

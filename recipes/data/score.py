@@ -1,4 +1,4 @@
-"""Reread recorded token ids with the target, so that any engine's traffic can train a draft.
+"""Run the target over recorded token ids, so that any engine's traffic can train a draft.
 
     $ redraft tap http://127.0.0.1:8080 --engine llama.cpp --target TARGET --spool ids --port 8001
     $ redraft data score ids --target TARGET --draft DRAFT --spool spool
@@ -82,8 +82,8 @@ def main(cfg: ScoreConfig) -> None:
         family = detect_family(cfg.draft)
         if not family.learns_online or family.is_in_target:
             raise ValueError(
-                f"{cfg.draft} is a {family.title} draft, whose states are not computed here: record "
-                "them with the plugin (redraft serve)"
+                f"{cfg.draft} is a {family.title} draft, and this command cannot compute "
+                "its hidden states: record them with the plugin (redraft serve)"
             )
         require_trained_for(cfg.draft, target)
         reads = family.reads

@@ -41,9 +41,12 @@ from redraft.recipes.data.show_config import ShowConfig
 
 VOCABULARY_SIZES = (4096, 8192, 16384, 32768, 65536)
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
-KINDS = ("cut", "tools", "reasoning", "plain", "text")  # Kinds of turns, about from rare to usual.
-MAX_TRIED = 100  # Samples in which a kind of turn is looked for: the template may refuse it in all.
-MIN_RUN = 40  # Tokens to show of a long text between two labels, or of a label.
+# Kinds of turns, roughly from rare to common.
+KINDS = ("cut", "tools", "reasoning", "plain", "text")
+# Maximum number of samples searched for a kind of turn, because the template may reject them all.
+MAX_TRIED = 100
+# A stretch of up to this many tokens, labelled or not, is shown in full even in a long text.
+MIN_RUN = 40
 
 
 def main(cfg: ShowConfig) -> None:
@@ -108,12 +111,12 @@ def main(cfg: ShowConfig) -> None:
     print(
         f"duplicates: {overlap}"
         if overlap != Overlap()
-        else "duplicates: none, because no long answer is held out"
+        else "duplicates: not checked, because no long answer is held out"
     )
     print("\n".join(describe_domains(conversations)))
     print("\n".join(describe_vocabulary(samples, held_out_samples, len(tokenizer))))
     in_color = cfg.color and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    print("\nlabels are green:" if in_color else "\nlabels stand between 「 and 」:")
+    print("\nlabels are green:" if in_color else "\nlabels are enclosed in 「 and 」:")
     for number, (sample, kinds) in enumerate(shown, 1):
         mode = name_mode(json.loads(sample.arguments))
         traits = ", ".join([*kinds, f"domain {sample.domain}", *filter(None, [mode])])
@@ -163,7 +166,7 @@ def describe_contents(conversations: Sequence[Conversation]) -> str:
 
 def describe_held_out(stats: SampleStats | str) -> Iterator[str]:
     if isinstance(stats, str):
-        yield f"held out: nothing to judge on ({stats})"
+        yield f"held out: no usable text ({stats})"
         return
     share = stats.labels / stats.tokens
     yield (
@@ -188,17 +191,17 @@ def describe_training(
         f"{stats.labels / stats.tokens:.0%} of them labels"
     )
     if stats.exact:
-        yield f"  {stats.exact:,} answers by the server's token ids"
+        yield f"  {stats.exact:,} answers use the server's token ids"
     for loss in stats.losses():
         yield f"  {loss}"
     for reason, question in stats.examples.items():
-        yield f"  not learned: an answer {reason}, e.g. the answer to {printable(question)!r}"
+        yield f"  not trained on: an answer {reason}, e.g. the answer to {printable(question)!r}"
     if num_cut := sum(map(has_cut_answer, train)):
-        yield f"  {num_cut:,} conversations with an answer that the server cut"
+        yield f"  {num_cut:,} conversations with an answer that the server truncated"
 
 
 def describe_template(stats: SampleStats, tokenizer: Any) -> Iterator[str]:
-    """Describe the ends of turns, and the template arguments with which a server begins them."""
+    """Describe how turns end, and the template arguments with which a server starts them."""
     if not stats.ends:
         return
     ends = [
@@ -220,7 +223,7 @@ def measure_answers(sample: Sample) -> list[int]:
 
 
 def describe_domains(conversations: Sequence[Conversation]) -> Iterator[str]:
-    """A line for each domain, the largest first."""
+    """Return one line per domain, the largest first."""
     counts = Counter(conversation["domain"] for conversation in conversations)
     yield f"domains: {len(counts)}"
     for name, count in counts.most_common(20):
@@ -240,7 +243,9 @@ def describe_vocabulary(
     sizes = [size for size in VOCABULARY_SIZES if size < vocab_size]
     if not sizes or not held_out:
         reason = (
-            "nothing is held out to judge it on" if sizes else "smaller than any draft vocabulary"
+            "no text is held out to evaluate it on"
+            if sizes
+            else "smaller than any draft vocabulary"
         )
         yield f"vocabulary: {vocab_size:,} ids; {reason}"
         return
@@ -332,7 +337,7 @@ def choose_samples(
 
 
 def paint(sample: Sample, tokenizer: Any, max_tokens: int, in_color: bool) -> str:
-    """The text of up to `max_tokens` tokens of a sample, with the labels marked."""
+    """Return the text of a sample's first `max_tokens` tokens, with the labels marked."""
     opening, closing = (GREEN, PLAIN) if in_color else ("「", "」")
     ids, mask = sample.input_ids, sample.loss_mask
     # Decode the pieces between two flips of the mask, not token by token, because a character may

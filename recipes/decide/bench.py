@@ -82,11 +82,13 @@ from redraft.recipes.demo.parts import ANSWERS, make_target, question, read_orig
 from redraft.recipes.serve.vllm_flags import read_flags
 
 FILES = ("model", FOLDER)  # Keys of a --speculative-config for the draft's folder.
-ROUNDS = "rounds"  # Folder in --output of the finished rounds.
-PARTS = Path("outputs/parts")  # The downloaded model and prompts, kept for later runs.
-FIRST_PROMPTS = 4  # Every fourth prompt is for the first rounds. The others confirm.
-NUM_CONFIRMED = 3  # Drafts in the last rounds, beside n-grams.
-MOST_ROWS = 32  # Further requests that price verification: as many rows as 8 with 3 draft tokens.
+ROUNDS = "rounds"  # Folder for finished rounds, in --output.
+PARTS = Path("outputs/parts")  # Folder for the downloaded model and prompts, kept for later runs.
+FIRST_PROMPTS = 4  # Every fourth prompt is used in the first rounds. The others confirm the result.
+NUM_CONFIRMED = 3  # Number of drafts in the last rounds, in addition to n-grams.
+# Additional load, to measure the cost of verification: as many rows as 8 requests with 3 draft
+# tokens.
+MOST_ROWS = 32
 
 
 def main(cfg: BenchConfig) -> None:
@@ -109,7 +111,7 @@ def main(cfg: BenchConfig) -> None:
     if cfg.overwrite:
         start_over(cfg.output, ROUNDS, cfg)
 
-    # 1. Measure the plain server to beat: compiled or eager, whichever is faster here.
+    # 1. Measure the baseline, a plain server: compiled or eager, whichever is faster here.
     rounds = Rounds(cfg, target, sampling if names_sampling(cfg) else None)
     mode, modes = rounds.choose_mode(first)
     if cfg.pace == "adaptive" and mode == "eager":
@@ -186,7 +188,8 @@ def read_finished(
         return finished
     if has_penalties:
         raise ValueError(
-            f"{cfg.acceptance} was measured without the penalties of {target.name}: remove --acceptance, "
+            f"{cfg.acceptance} was measured without the penalties in {target.name}'s "
+            "generation_config.json: remove --acceptance, "
             "or benchmark requests without penalties with --temperature"
         )
     finished = give_acceptance(finished, cfg.acceptance, sampling)
@@ -226,11 +229,10 @@ def require_answers(cfg: BenchConfig) -> None:
     Raises:
         ValueError: there are no answers; the message has the command that writes them.
     """
-    # Not checked in the config, because a message from there is broken into lines, so nobody could
-    # copy the command.
+    # Not checked in the config, whose messages are wrapped, so the user could not copy the command.
     if cfg.train and known_answers(cfg) is None:
         raise ValueError(
-            f"the answers in redraft are not those of {cfg.target}: run `redraft regenerate "
+            f"redraft includes no answers of {cfg.target}: run `redraft regenerate "
             f"--target {cfg.target} "
             "--prompts stdlib-functions --output answers.jsonl`, then give --data answers.jsonl"
         )
@@ -251,7 +253,8 @@ def prepare(cfg: BenchConfig, target: TargetFolder, questions: Sequence[Conversa
     """
     prompts = cfg.output / "prompts.jsonl"
     text = "".join(f"{json.dumps(conversation)}\n" for conversation in questions[::FIRST_PROMPTS])
-    if not prompts.is_file() or prompts.read_text() != text:  # else finished drafts would look old
+    # Otherwise, finished drafts would look outdated.
+    if not prompts.is_file() or prompts.read_text() != text:
         write_whole(prompts, text)
     return Making(cfg=cfg, target=target, answers=known_answers(cfg), prompts=prompts)
 
@@ -330,7 +333,7 @@ class Rounds:
             "dtype": target.dtype,
             "extra_args": cfg.vllm_args,
         }
-        self.groups: list[Results] = []  # The rounds of every group, once.
+        self.groups: list[Results] = []  # The results of every group, without repeats.
 
     def choose_mode(self, prompts: Sequence[Prompt]) -> tuple[Mode, dict[Mode, float]]:
         """Choose the mode for all servers. Returns the mode, and tokens/s by mode."""
@@ -402,7 +405,7 @@ class Rounds:
 
         Raises:
             ChildProcessError: a server did not start. If a check of the draft's folder finds the
-                cause, the message names the cure.
+                cause, the message names the fix.
         """
         configs: dict[str, Mapping[str, Any] | None] = {PLAIN: None, **drafts}
         files = [
@@ -432,8 +435,8 @@ class Rounds:
 def prove_lossless(target: str, results: Results, served: str, cfg: BenchConfig) -> LosslessReport:
     """Compare the target's outputs with the served draft to its outputs without a draft.
 
-    Both are measured at the smallest load: in 16 bits, rounding makes the target's own outputs
-    depend on the number of concurrent requests.
+    Both are measured at the smallest load, because in 16 bits the target's own outputs depend on
+    the number of concurrent requests.
     """
     smallest, largest = cfg.loads[0], cfg.loads[-1]
     ours, plain = (merge(results[name, smallest]) for name in (served, PLAIN))
@@ -449,7 +452,8 @@ def serve_flags(choice: Choice) -> str:
     """Return the variables and the `vllm serve` flag for this draft's best number of tokens."""
     config = choice.speculative_config
     variables = lookup_env(config)
-    if variables:  # a lookup; vLLM's own n-gram lookup differs on its V2 runner
+    # redraft's lookup hook, because vLLM's own n-gram lookup differs on its V2 runner.
+    if variables:
         variables["VLLM_PLUGINS"] = PLUGIN_NAME
     shown = "".join(f"{name}={shlex.quote(value)} " for name, value in variables.items())
     return f"{shown}--speculative-config {shlex.quote(json.dumps(vllm_keys(config)))}"

@@ -33,7 +33,8 @@ from redraft.recipes.decide.measure_config import MeasureConfig
 LAYERS = re.compile(r"layers-(\d+)")
 HEAD = re.compile(r"(eagle3|dflash|peagle)-(\d+)k")
 RETRIEVAL = "retrieval"
-LOOKUP_TOKENS = {NGRAM: 4, RETRIEVAL: 6}  # maximum per step; counted answers may propose fewer
+# Maximum per step; a draft of counted answers may propose fewer.
+LOOKUP_TOKENS = {NGRAM: 4, RETRIEVAL: 6}
 LEAST_ROUNDS = 6  # enough for a 95% interval
 
 
@@ -95,7 +96,9 @@ class BenchConfig(MeasureConfig):
     restarts the servers, one by one.
     """
     flags: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Word to append to every training command: --flags=--loop.batch-size --flags=2."""
+    """Word to append to every training command. Repeat the flag for more words:
+    --flags=--loop.batch-size --flags=2.
+    """
     output: Path = Path("outputs/bench")
     """Folder for report.json, report.html, the drafts, the finished rounds and the logs."""
 
@@ -143,7 +146,7 @@ class BenchConfig(MeasureConfig):
 
 
 SMOLLM2 = BenchConfig(
-    temperature=0.0,  # to compare outputs token for token
+    temperature=0.0,  # needed to compare outputs token for token
     max_prompt_tokens=360,
     max_tokens=96,
 )

@@ -37,12 +37,13 @@ OWN_FLAGS: dict[str, Callable[[int], list[str]]] = {
     # The default, 512 blocks of 16, is meant for GPUs. On a CPU, a step would take half a minute.
     "dflash": lambda tokens: ["--head.block-size", str(tokens + 1), "--head.num-anchors", "64"],
 }
-"""Flags of the recipes that depend on the number of draft tokens or suit a training run of a few
-minutes.
+"""Recipe flags that depend on the number of draft tokens, or that suit a short training run.
 """
 
 FROM_LAYERS = ("--optim.name", "muon", "--optim.lr", "2e-3")
-"""Optimizer for a draft made of the target's layers. The default suits a trained checkpoint."""
+"""Optimizer for a draft made of the target's layers. The default is meant for a trained
+checkpoint.
+"""
 
 LOOKUP_TITLES = {NGRAM: "n-grams", RETRIEVAL: "counted answers"}
 
@@ -61,7 +62,7 @@ class Making:
     prompts: Path
     """Conversations of the first rounds, on which training runs make their forecasts."""
     made: set[Path] = field(default_factory=set)
-    """Folders made by this process, so that each draft is trained only once."""
+    """Folders created by this process, so that each draft is trained only once."""
 
 
 def make_lookups(making: Making) -> Iterator[Candidate]:
@@ -122,7 +123,7 @@ def finished_drafts(cfg: BenchConfig) -> Iterator[Candidate]:
 
 
 def name_drafts(sources: Sequence[str], trained: Sequence[str]) -> dict[str, DraftSource]:
-    """Return the drafts of --draft by name, or by the whole source if two have the same name.
+    """Return the drafts of --draft by name, or by the full source if two have the same name.
 
     Raises:
         ValueError: a source is given twice, or has the name of a draft that the benchmark makes.
@@ -178,7 +179,7 @@ def _give(candidate: Candidate, found: Acceptance, report: Path) -> Candidate:
             f"{report} was measured with {method} draft tokens of {found.draft}: set "
             f"--draft-sample-method {method}"
         )
-    # A curve measured with a different number of tokens per step does not apply.
+    # An acceptance curve measured with a different number of tokens per step does not apply.
     is_alike = len(found.per_position) == candidate.num_speculative_tokens
     return replace(
         candidate, given=found.per_position, curve=found.curve if is_alike else candidate.curve
@@ -194,7 +195,7 @@ def training_command(making: Making, name: str) -> list[str]:
     Raises:
         ValueError: the target has too few layers.
     """
-    assert making.answers is not None, "a training run without answers was refused before"
+    assert making.answers is not None, "training without answers was rejected earlier"
     cfg, tokens = making.cfg, str(making.cfg.num_speculative_tokens)
     if found := LAYERS.fullmatch(name):
         family, own = (
@@ -274,7 +275,7 @@ def spread(count: int, target: TargetFolder) -> list[int]:
 def title(name: str) -> str:
     draft = parse_trained(name)
     if draft.lookup:
-        limit = "" if draft.head_tokens is None else f", up to {draft.head_tokens} of its own"
+        limit = "" if draft.head_tokens is None else f", which drafts up to {draft.head_tokens}"
         return f"{LOOKUP_TITLES[draft.lookup]} before {title(draft.source)}{limit}"
     if found := LAYERS.fullmatch(name):
         return f"{found[1]} of the target's layers"
@@ -311,12 +312,12 @@ def run_once(folder: Path, result: Path, command: list[str], making: Making) -> 
         print(f"{folder} is already finished")
         return
     if folder.exists() and (making.cfg.overwrite or not is_same):
-        # The recipe's own flag, with which nothing is lost if the recipe fails.
+        # Use the recipe's own flag, which keeps the old result until the new one is complete.
         command = [*command, "--overwrite"]
     # Written before the run, so that an interrupted run is recognised by its flags.
     write_whole(kept, json.dumps(made))
     print(f"\nmaking {folder.name}", flush=True)
-    with exiting_on_sigterm():  # so that the training stops with this process
+    with exiting_on_sigterm():  # exit on SIGTERM, so that the training stops with this process
         done = subprocess.run([sys.executable, *command])
     if done.returncode:
         raise ValueError(f"making {folder.name} failed; its error is printed above")

@@ -34,8 +34,8 @@ class EvalConfig(MeasureConfig):
     column.
     """
     held_out: float = 1.0
-    """Fraction of the conversations to use, above 0 and at most 1. The fraction used in training
-    selects the conversations held out there.
+    """Fraction of the conversations to use, above 0 and at most 1. The same fraction as in training
+    selects the conversations that were held out.
     """
     num_prompts: int = 64
     """Number of prompts, divided evenly among the domains."""
@@ -63,16 +63,16 @@ class EvalConfig(MeasureConfig):
     --no-engine, drafts are only forecast.
     """
     concurrency: int = 4
-    """Number of concurrent requests in the engine. Use 1 to compare with a forecast of counted
-    answers, which propose fewer tokens to several requests.
+    """Number of concurrent requests in the engine. Use 1 to compare with the forecast of a draft of
+    counted answers, because it proposes fewer tokens under load.
     """
     baseline: Path | None = None
-    """An earlier report.json for the same target. Losses of acceptance are listed, and set the exit
-    status to 1.
+    """An earlier report.json for the same target. Any loss of acceptance is listed, and the exit
+    status is then 1.
     """
     max_loss: float = 0.02
-    """Fraction of tau that may be lost against the baseline, e.g. 0.02 for 2%. Losses within random
-    variation are ignored, so with few prompts small losses are not reported.
+    """Maximum allowed loss of tau against the baseline, as a fraction, e.g. 0.02 for 2%. Losses
+    within random variation are ignored, so with few prompts small losses are not reported.
     """
     output: Path = Path("outputs/eval")
     """Folder for report.json, report.html, report.md and run.json, and for finished measurements.

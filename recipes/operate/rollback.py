@@ -82,7 +82,7 @@ def leave_training(cfg: LearnerConfig) -> None:
             state,
             phase=Phase.IDLE,
             candidate=None,
-            reason="a version was chosen by hand while no learner was running",
+            reason="a version was chosen manually while no learner was running",
         )
         save(state, cfg.folder / "state.json")
     begin_training_again(cfg.buffer_config.folder)

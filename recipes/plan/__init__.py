@@ -1,1 +1,1 @@
-"""Commands that count the cost of training and capture without a GPU."""
+"""Commands that calculate the cost of training and capture without a GPU."""

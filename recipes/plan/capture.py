@@ -1,4 +1,4 @@
-"""Count the work that capture adds to a server's step, without a GPU and before anything runs.
+"""Calculate the work that capture adds to a server's step, without a GPU or a server.
 
 $ redraft plan capture --requests 32 256
 $ redraft plan capture --target qwen3-8b --num-speculative-tokens 5
@@ -23,8 +23,8 @@ class CapturePlanConfig:
     requests: tuple[int, ...] = (1, 32, 256)
     """Numbers of requests per step; all of them are captured."""
     num_speculative_tokens: int = NUM_TOKENS
-    """Draft tokens to verify per request. They count as sampled, because greedy drafts need less
-    work.
+    """Draft tokens to verify per request. They are assumed to be sampled, because greedy drafts
+    need less work.
     """
     json: Path | None = None
     """File to write the numbers to, as JSON."""

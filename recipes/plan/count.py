@@ -1,4 +1,4 @@
-"""Count the work and memory of a training step on GPUs, and print tables.
+"""Calculate the compute and memory of a training step on GPUs, and print tables.
 
 sizes of target and draft ─► counted_step.py ─► work and memory, counted --devices, --signal,
 --sharding ─► use_devices ─► devices for serving and training, memory of each, steps
@@ -39,7 +39,7 @@ from redraft.files.target_sizes import size_weights
 from redraft.heads.catalog import find_family
 from redraft.recipes.plan.plan import PlanConfig
 
-# Share of a server's memory for weights. The rest is for keys, values and activations.
+# Share of a server's memory for weights. The rest is for the KV cache and activations.
 SERVED_SHARE = 0.8
 
 
@@ -96,8 +96,8 @@ def make_plan(cfg: PlanConfig) -> Plan:
 def _choose_head(cfg: PlanConfig, usual: Any) -> Any:
     """Return the options of a head.
 
-    They are the command's defaults. --num-steps replaces the option that sets how many tokens the
-    head learns to draft.
+    They are the command's defaults, except that --num-steps sets how many tokens the head learns to
+    draft.
     """
     if cfg.num_steps is None:
         return usual
@@ -117,7 +117,7 @@ def _find_draft(cfg: PlanConfig, target: Any) -> Any:
             "tokens"
         )
     draft = find_sizes(cfg.checkpoint).get_text_config()
-    draft.vocab_size = target.vocab_size  # as the command pads it
+    draft.vocab_size = target.vocab_size  # padded as in `redraft train`
     return draft
 
 
@@ -143,13 +143,13 @@ class Result:
     plan: Plan
     step: Counted
     served: Counted | None
-    """The target's pass outside the training process, if there is one."""
+    """The target's forward pass, if it runs outside the training process."""
     on: dict[str, OnDevice]
 
 
 @functools.lru_cache(maxsize=2)
 def count(cfg: PlanConfig) -> Result:
-    """Count the step, and derive its memory on every kind of device."""
+    """Count the step's operations and bytes, and derive the memory of every kind of device."""
     plan = make_plan(cfg)
     step = count_step(plan)
     served = None if plan.signal == "model" else count_target(plan)
@@ -184,8 +184,8 @@ def on_device(
 def fit(cfg: PlanConfig, device: Device) -> PlanConfig:
     """Return settings with which the step fits on a device.
 
-    If the given settings do not fit, activations are recomputed. If that is not enough, the batch
-    size is also reduced.
+    Recompute activations if the given settings do not fit, and also reduce the batch size if that
+    is not enough.
     """
     if count(cfg).on[device.name].memory_bytes <= device.memory_bytes:
         return cfg
@@ -282,7 +282,7 @@ def count_steps(cfg: PlanConfig, result: Result, on: OnDevice) -> int:
 
     A step processes one batch on every training device.
     """
-    assert cfg.tokens is not None, "asked for with --tokens"
+    assert cfg.tokens is not None, "set by --tokens"
     return math.ceil(cfg.tokens / (result.plan.tokens * on.trainers))
 
 
@@ -291,7 +291,8 @@ def as_text(cfg: PlanConfig, result: Result, forms: dict[str, Work]) -> Iterator
     yield (
         f"{find_family(cfg.family).title} for {cfg.target_name}, --signal {cfg.signal}: a step of "
         f"{plan.batch_size} x {plan.sequence_length} tokens on one device, {plan.documents} "
-        f"conversations a row, {cfg.mixed_precision if plan.autocast else 'float32'}"
+        "conversations a row"
+        f", {cfg.mixed_precision if plan.autocast else 'float32'}"
     )
     yield "counted, not measured"
     yield ""

@@ -1,4 +1,4 @@
-"""Count the network traffic, disk space and compute that learning from a fleet needs.
+"""Calculate the network traffic, disk space and compute needed to learn from a fleet.
 
 $ redraft plan fleet --tokens-per-s 250000 --fraction 0.01
 $ redraft plan fleet --families eagle3 --traffic.prompt-tokens 4000
@@ -43,6 +43,6 @@ class FleetPlanConfig:
 
 
 def main(cfg: FleetPlanConfig) -> None:
-    from redraft.recipes.plan.fleet_costs import report  # here, because it imports torch
+    from redraft.recipes.plan.fleet_costs import report  # imported here, because it imports torch
 
     print_report(cfg, report)

@@ -59,7 +59,7 @@ class Costs:
 
     name: str
     weights: float
-    """Number of weights that a token is multiplied with in all draft steps, without embeddings and
+    """Number of weights that multiply a token in all draft steps, excluding embeddings and output
     head.
     """
     captured_bytes: float
@@ -89,7 +89,7 @@ def report(cfg: FleetPlanConfig) -> tuple[list[str], list[dict[str, Any]]]:
 
 
 def all_costs(cfg: FleetPlanConfig) -> list[Costs]:
-    """Count the costs of every family."""
+    """Calculate the costs of every family."""
     traffic = replace(cfg.traffic, vocab_size=find_sizes(cfg.target).vocab_size)
     return [count_costs(family, cfg.target, cfg.draft, traffic) for family in cfg.families]
 
@@ -100,7 +100,7 @@ def all_costs(cfg: FleetPlanConfig) -> list[Costs]:
 
 @cache
 def count_costs(family: FamilyName, target: str, draft: str, traffic: Traffic) -> Costs:
-    """Count a family's costs from records of the traffic and a learner's step on these records."""
+    """Calculate a family's costs from records of the traffic and a learner's step on them."""
     plan = plan_learner(family, target, draft)
     reads, num_states = find_reads(plan)
     hidden = (num_states, plan.target.hidden_size) if num_states else None
@@ -128,13 +128,13 @@ def count_costs(family: FamilyName, target: str, draft: str, traffic: Traffic) -
 
 
 MEETS = DRAFT, "product"
-"""Part and kind of the operations that multiply a token with the draft's weights: 2 FLOPs per
+"""Part and kind of the operations that multiply a token by the draft's weights, at 2 FLOPs per
 weight.
 """
 
 
 def passes() -> float:
-    """Return how often a record is trained on: 8 times with 4 new and 28 replayed texts a step."""
+    """Return how often a record is trained on, e.g. 8 times with 4 new and 28 replayed texts."""
     training = Training()
     return (training.fresh_per_step + training.replay_per_step) / training.fresh_per_step
 

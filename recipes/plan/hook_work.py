@@ -1,4 +1,4 @@
-"""Count the work and memory of capture's hook.
+"""Calculate the work and memory of the capture hook.
 
 The real hook is counted on a step of a production server's size.
 
@@ -98,7 +98,7 @@ def _trace(
 ) -> tuple[EngineStep, Counter[Operation]]:
     """Return (step that the hook queues on a GPU, its operations).
 
-    The draft tokens count as sampled, because greedy drafts need less work.
+    The draft tokens are assumed to be sampled, because greedy drafts need less work.
     """
     rows = num_requests * (num_drafts + 1)
     with Count(weightless=True) as count, open_capture() as capture:
@@ -121,7 +121,8 @@ def _trace(
             count.begin(DRAFTED)
             one_pass.gather_probs(draft_logits, slots_N, steps_N, ids_N, temperatures_N)
             count.begin("")
-        # Compute it now, because weightless tensors have sizes only while a count is open.
+        # Compute it now, because weightless tensors have sizes only while operations are being
+        # counted.
         assert step.num_bytes > 0
     return step, count.operations
 
@@ -169,7 +170,7 @@ def open_capture() -> Iterator[Capture]:
 
 
 def make_step(feed: Feed, num_requests: int, num_drafts: int, logits_RV: Tensor) -> EngineStep:
-    """Make a step in which every request verifies `num_drafts` tokens."""
+    """Create a step in which every request verifies `num_drafts` tokens."""
     sampling = Sampling(temperature=0.0)
     info = RequestInfo(
         request_id="r", prompt_ids=[1], sampling=sampling, max_tokens=64, stop_ids=frozenset()

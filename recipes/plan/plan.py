@@ -6,10 +6,10 @@ $ redraft plan --target llama-3.1-8b --family eagle3        # does it fit?
 $ redraft plan --target llama-3.3-70b --signal endpoint --devices 8 --tokens 1e9   # steps on 8 GPUs
 $ redraft plan fleet --help; redraft plan capture --help    # learning from traffic
 
-It counts every operation and byte, on tensors that have the real sizes but take no memory. It
-estimates no time. For the built-in model names, nothing is downloaded. Some flags of `redraft train`
-have shorter names here: --batch-size is --loop.batch-size, --signal is --signal.kind, and --optim
-is --optim.name.
+It counts every operation and byte, on tensors that have the real sizes but take no memory. It does
+not estimate time. For the built-in model names, nothing is downloaded. Some flags of `redraft
+train` have shorter names here: --batch-size is --loop.batch-size, --signal is --signal.kind, and
+--optim is --optim.name.
 """
 
 import json
@@ -41,7 +41,7 @@ class PlanConfig:
     checkpoint: str = "llama-3.2-3b"
     """Standalone draft whose sizes are used (--draft.checkpoint), named as for --target."""
     optim: Literal["adamw", "muon"] | None = None
-    """Optimizer of the draft. Default: that of the family's command."""
+    """Optimizer of the draft. Default: as in the family's command."""
     target_dtype: TargetDtype = "bfloat16"
     """Dtype of the target's weights and hidden states."""
     signal: SignalKind = "model"
@@ -49,9 +49,9 @@ class PlanConfig:
     for states that are written to disk before training.
     """
     batch_size: int | None = None
-    """Rows per step on each device. Default: that of the family's command."""
+    """Rows per step on each device. Default: as in the family's command."""
     sequence_length: int | None = None
-    """Tokens per row. Default: that of the family's command."""
+    """Tokens per row. Default: as in the family's command."""
     exact: bool = False
     """For a standalone draft with --signal endpoint or cache: use hidden states, which give the
     exact distribution, instead of top-k probabilities.
@@ -59,7 +59,7 @@ class PlanConfig:
     documents: int = 2
     """Conversations packed into each row. Attention stays within a conversation."""
     num_steps: int | None = None
-    """Number of draft tokens trained at once: steps, heads, stages or block slots. Default: that of
+    """Number of draft tokens trained at once: steps, heads, stages or block slots. Default: as in
     the family's command.
     """
     draft_vocab_size: int | None = None
@@ -109,7 +109,7 @@ class PlanConfig:
 
 
 def main(cfg: PlanConfig) -> None:
-    from redraft.recipes.plan.count import report  # here, because it imports torch
+    from redraft.recipes.plan.count import report  # imported here, because it imports torch
 
     print_report(cfg, report)
 

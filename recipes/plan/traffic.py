@@ -1,4 +1,4 @@
-"""Make records like those of a server under load, without a server.
+"""Create records like those of a server under load, without a server.
 
 The capacity page and the ingest benchmark use such records.
 
@@ -47,7 +47,7 @@ class Traffic:
 
 
 def make_record(number: int, traffic: Traffic) -> Record:
-    """Make the record of one complete request with the plugin's code.
+    """Create the record of one complete request with the plugin's code.
 
     The same `number` always gives the same record.
 
@@ -65,7 +65,7 @@ def make_record(number: int, traffic: Traffic) -> Record:
         drafts = _ids(rng, traffic, traffic.num_speculative_tokens)
         sampled = [*drafts[:num_accepted].tolist(), int(_ids(rng, traffic, 1)[0])]
         log.append(start, sampled, _verified(rng, traffic, start, drafts, num_accepted))
-    # This server id and fingerprint are invented. The benchmarks' buffers expect them.
+    # This server id and fingerprint are placeholders that the benchmarks' buffers accept.
     record = log.cut_segment("0123456789abcdef", "0" * 64)
     assert record is not None
     return record

@@ -53,7 +53,7 @@ PLUGIN_GROUPS = (
 )
 
 RAY_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
-"""vLLM's variable with the prefixes of the variables that Ray workers receive.
+"""vLLM's variable that lists the prefixes of environment variables to copy to Ray workers.
 
 Workers on other machines do not inherit variables.
 """
@@ -70,7 +70,7 @@ MODEL_FLAGS = ("method", "draft_sample_method", "rejection_sample_method")
 
 def main(cfg: ServeConfig) -> None:
     environment = os.environ | plugin_environment(cfg, os.environ)
-    read_config(environment)  # report a wrong setting now, not after minutes of loading in vLLM
+    read_config(environment)  # report a wrong setting now, not after vLLM has spent minutes loading
     require_private(read_flags(cfg.vllm_args), os.environ)
     require_same_weights(cfg.target, os.environ)
     require_target(cfg.target)
@@ -103,7 +103,7 @@ def list_notes(
 ) -> list[str]:
     """List the notes to print before a server with this draft starts.
 
-    `draft` is None for a new head. `is_ahead` means that the user asks for asynchronous scheduling.
+    `draft` is None for a new head. `is_ahead` means that the user enabled asynchronous scheduling.
     """
     notes = [BESIDE_A_DRAFT]
     if draft is None:
@@ -149,7 +149,7 @@ def server_command(cfg: ServeConfig) -> list[str]:
         require_own(cfg.live.folder)
         if is_many(flags.get("nnodes", "1")) or flags.get("distributed_executor_backend") == "ray":
             raise ValueError(
-                "--live.folder supports a single machine only, but --nnodes or Ray asks for more: "
+                "--live.folder supports only a single machine, but --nnodes or Ray uses several: "
                 "remove --live.folder"
             )
     if needs_plugin(config) and is_many(flags.get("pipeline_parallel_size", "1")):

@@ -69,22 +69,27 @@ from redraft.recipes.serve.vllm_flags import (
     require_same_weights,
 )
 
-HEAD = "head"  # --draft for a new head without a lookup before it.
+HEAD = "head"  # Value of --draft for a new head without a lookup before it.
 NEW_METHOD = "eagle3"  # vLLM's method for a new head.
 
 COMMAND = (sys.executable, "-m", "redraft.recipes.cli")
 
-LEAST_FREE_BYTES = 4 << 30  # for the spool (1 GiB), the buffer and versions of a small draft
+# Minimum free disk space for the spool (1 GiB), the buffer and the versions of a small draft.
+LEAST_FREE_BYTES = 4 << 30
 # Number of ids that a new head proposes, because its output matrix takes the most time on a CPU.
 # For a target with 150,000 ids, this matrix would otherwise be larger than the remaining head.
 MOST_IDS = 16384 if ENGINE_IS_CPU else 32000
-SHARED = 0.75  # of the memory that the server shares with the learner; vLLM's default is 0.92
-NICENESS = 19  # for a learner on the server's cores; the server has 0, and 19 is Linux's maximum
-MICRO_BATCHES = 4  # per step on a shared device: the learner can pause between them
-HELD_OUT = 64  # per domain; on a CPU, scoring two drafts on 64 requests takes as long as 5 steps
-LOOK_S = 1.0  # between two looks at the parts
-SERVER_STOP_S = 45  # running answers get 30 s, then their records are written
-LEARNER_STOP_S = 120  # enough to write a checkpoint
+# --gpu-memory-utilization of a server that shares its GPU with the learner; vLLM's default is 0.92.
+SHARED = 0.75
+# Nice level of a learner on the server's cores; the server runs at 0, and 19 is Linux's maximum.
+NICENESS = 19
+MICRO_BATCHES = 4  # micro-batches per step on a shared device, between which the learner can pause
+# Held-out requests per domain; on a CPU, scoring two drafts on 64 requests takes as long as 5
+# steps.
+HELD_OUT = 64
+LOOK_S = 1.0  # seconds between two checks of the parts
+SERVER_STOP_S = 45  # running answers get 30 s to finish, then their records are written
+LEARNER_STOP_S = 120  # time for the learner to write a checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +99,7 @@ class Place:
     line: str
     """Line for the user about the learner's device."""
     gpu: str = ""
-    """The name of the learner's GPU; empty for the CPU."""
+    """The name of the learner's GPU; empty if it uses the CPU."""
     shares: bool = True
     """Whether the server computes on the same device."""
     vllm_args: tuple[str, ...] = ()
@@ -103,13 +108,13 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The checked settings of everything that will be started."""
+    """The validated settings of everything that will be started."""
 
     cfg: UpConfig
     folder: Path
     target: Path
     draft: DraftSource | None
-    """The first draft. None stands for a new head."""
+    """The first draft. None means a new head."""
     url: str
     page_port: int
     flags: Mapping[str, str]
@@ -200,7 +205,7 @@ def make_plan(cfg: UpConfig) -> Plan:
 
 
 def choose_host(given: str) -> str:
-    """Return the URL host at which this machine reaches a server with this --host."""
+    """Return the URL host at which this machine reaches a server started with this --host."""
     if given in ("", "0.0.0.0", "localhost"):
         return "127.0.0.1"
     if given == "::":
@@ -259,7 +264,7 @@ def is_taken(port: int, host: str = "") -> bool:
     passive, stream = socket.AI_PASSIVE, socket.SOCK_STREAM
     try:
         found = socket.getaddrinfo(host or None, port, type=stream, flags=passive)
-    except OSError:  # an unknown name: vLLM says so
+    except OSError:  # unknown host name, which vLLM will report
         return False
     for family, _, _, _, address in found:
         with contextlib.suppress(OSError), socket.socket(family) as tried:
@@ -366,7 +371,7 @@ def list_training(head: DraftSource) -> list[str]:
 def make_new_head(
     target: Path, folder: Path, num_tokens: int, *, is_required: bool = False
 ) -> DraftSource:
-    """Make a new EAGLE-3 head from the target's files. If that is impossible, return live counts.
+    """Create a new EAGLE-3 head from the target's files. If that is impossible, return live counts.
 
     Raises:
         ValueError: no head can be made, and `is_required` is set.
@@ -413,8 +418,8 @@ def write_new_head(target: Path, folder: Path, num_tokens: int, most_ids: int = 
     head = Eagle3(Options(num_steps=num_tokens), weights, ids_W)
     head.init_from_layers(*read_last_layers(opened, torch.float32, 1))
     with torch.no_grad():
-        # vLLM shares the target's output head if the draft's is equal. A swap could then not change
-        # it.
+        # vLLM shares the target's output head if the draft's is equal, and a swap could then not
+        # change it.
         head.lm_head.weight.mul_(1 + 0.01 * torch.randn_like(head.lm_head.weight))
     origin = {
         "target": str(target),
@@ -427,7 +432,8 @@ def write_new_head(target: Path, folder: Path, num_tokens: int, most_ids: int = 
 def place_learner(gpus: Sequence[str], flags: Mapping[str, str]) -> Place:
     """Choose a GPU that vLLM leaves free, otherwise a share of the last GPU, otherwise the CPU."""
     pauses = "and pauses while requests run"
-    is_given = "gpu_memory_utilization" in flags  # vLLM's name for the share of a CPU's memory too
+    # vLLM uses this name for the share of a CPU's memory too.
+    is_given = "gpu_memory_utilization" in flags
     arguments = () if is_given else ("--gpu-memory-utilization", str(SHARED))
     if not gpus:
         return Place(line=f"the learner trains on the CPU, {pauses}", vllm_args=arguments)

@@ -29,7 +29,7 @@ class UpConfig:
     """Arguments for vLLM's server, after `--`."""
     draft: str | None = None
     """First draft: a folder or hub name, or `ngram`, `suffix` or `live`, which need no training.
-    Default: a new EAGLE-3 head, which drafts as soon as that is faster than no draft, or `live` if
+    Default: a new EAGLE-3 head, which drafts once that is faster than not drafting, or `live` if
     the target has too few layers for a head. On a CPU, `live` also drafts before an EAGLE or MTP
     head. On a GPU it does not, because vLLM would disable asynchronous scheduling. `head` means a
     new EAGLE-3 head without `live`.

@@ -91,7 +91,8 @@ def _has_gone(folder: Path, url: str) -> bool:
         return False
     try:
         with own(lock, "a redraft up"):
-            lock.unlink()  # no process waits for it, because each acquires it within `_changing`
+            # No process waits for this lock, because each one acquires it within `_changing`.
+            lock.unlink()
     except AlreadyOwnedError:
         return False
     return True

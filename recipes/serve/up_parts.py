@@ -31,14 +31,14 @@ from redraft.online.journal import (
 )
 from redraft.online.page.headline import shorten_version
 
-LONGEST_PAUSE_S = 60  # before a learner that exited is restarted
-PLAIN_LINE_S = 60  # between two status lines if the output is not a terminal
+LONGEST_PAUSE_S = 60  # seconds before a learner that exited is restarted
+PLAIN_LINE_S = 60  # seconds between two status lines if the output is not a terminal
 
 TOLD = re.compile(
     r"(?:redraft: )?((?<=redraft: )(?:--pace|the draft takes|the prefix cache|plain vLLM may) .*|warning: (?!--).*)"
 )
-"""Pattern of the log lines of a starting server about a draft and its costs. Warnings about flags
-are printed before the start.
+"""Pattern for log lines of a starting server that concern the draft and its costs. Warnings about
+flags are printed before the start.
 """
 
 
@@ -81,7 +81,7 @@ class Part:
                 self._read_to = min(self._read_to, file.seek(0, os.SEEK_END))
                 file.seek(self._read_to)
                 new = file.read()
-        except OSError:  # the log was moved away, or the disk fails; serving continues
+        except OSError:  # the log was moved, or the disk fails; serving continues
             return []
         end = new.rfind(b"\n") + 1
         self._read_to += end
@@ -216,8 +216,8 @@ class Restarts:
             pause_s = min(LONGEST_PAUSE_S, 2 ** (self.deaths - 1))
             self.due_s = now_s + pause_s
             say(
-                f"learner: exited ({learner.why_ended}); it restarts in {pause_s} s, and serving "
-                "continues"
+                f"learner: exited ({learner.why_ended}); restarting in {pause_s} s, "
+                "serving continues"
             )
         if now_s >= self.due_s:
             self.due_s = None
@@ -244,7 +244,7 @@ class Meter:
         try:
             text = http_client().get(f"{self.url}/metrics", timeout=5).raise_for_status().text
         except httpx.HTTPStatusError as error:
-            return f"the server answers /metrics with {error.response.status_code}"
+            return f"the server answers /metrics with status {error.response.status_code}"
         except httpx.HTTPError:
             return "the server does not answer" if self.is_ready else "the server is starting"
         shown = self.describe(text, now_s)

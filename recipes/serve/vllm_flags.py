@@ -1,4 +1,4 @@
-"""vLLM flags that clash with a draft, a target or records.
+"""vLLM flags that conflict with a draft, a target or recording.
 
 They are checked before the server starts.
 """
@@ -26,7 +26,7 @@ ALIASES = {
 }  # fmt: skip
 
 Beside = Literal["redraft", "model", "head", "lookup", "records", "up"]
-"""The part of redraft with which a flag clashes. `redraft` means any server that redraft starts.
+"""The part of redraft with which a flag conflicts. `redraft` means any server that redraft starts.
 Heads and standalone drafts are models too.
 """
 
@@ -49,12 +49,12 @@ class Clash:
     way_out: str = "remove the flag"
     beside: Beside = "redraft"
     counts: Callable[[str], bool] = is_on
-    """Function that returns whether this flag value clashes."""
+    """Function that returns whether this flag value conflicts."""
     only_warns: bool = False
 
     @property
     def line(self) -> str:
-        # Two reasons are whole lines, because the plugin also reports them in its notes.
+        # Two reasons are separate constants, because the plugin also reports them.
         name = f"--{self.flag.replace('_', '-')}"
         return (
             self.reason if self.reason.startswith(name) else f"{name} {self.reason}: {self.way_out}"
@@ -109,7 +109,7 @@ CLASHES = (
     ),
     Clash(
         flag="runner",
-        reason="asks for a model that generates no tokens, so there is nothing to draft",
+        reason="selects a model that generates no tokens, so there is nothing to draft",
         way_out="serve it without redraft (vllm serve)",
         counts=lambda value: value == "pooling",
     ),
@@ -269,7 +269,7 @@ def read_flags(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def _read_file(path: Path) -> dict[str, str]:
-    import yaml  # only needed for such a file
+    import yaml  # imported here, because only such a file needs it
 
     try:
         content = yaml.safe_load(path.read_text())
@@ -332,7 +332,7 @@ def _default_min_p(flags: Mapping[str, str], target: str) -> float:
         return 0.0
     try:
         return float(read_generation_config(model_folder(target)).get("min_p") or 0)
-    except (OSError, ValueError):  # vLLM has not downloaded it yet, or will report the error
+    except (OSError, ValueError):  # vLLM will download the file, or report the error
         return 0.0
 
 
@@ -393,7 +393,7 @@ def list_warnings(
         pair = Pair.read(TargetFolder.open(target), draft)
         count, method = speculative["num_speculative_tokens"], speculative.get("method")
         findings = static_findings(pair, method=method, num_speculative_tokens=count)
-    # The error may be e.g. a target that vLLM has not downloaded yet. vLLM will report it.
+    # For example, vLLM has not downloaded the target yet. It will report any error.
     except (ValueError, OSError, KeyError):
         return
     yield from (f"{finding.problem}: {finding.cure}" for finding in findings)

@@ -644,7 +644,7 @@ def disk_full() -> None:
             ),
             "CUDA out of memory. Tried to allocate 2 GiB. Use smaller batches (for a training run, a "
             "smaller --loop.batch-size with a larger --optim.accumulation), or a GPU with more "
-            "memory: `redraft plan` counts what a training step needs",
+            "memory: `redraft plan` calculates what a training step needs",
         ),
         (TypeError("a defect"), None),
         (AssertionError("a defect"), None),

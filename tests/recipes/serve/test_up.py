@@ -184,7 +184,7 @@ def test_a_learner_that_dies_is_started_again_while_the_server_serves_and_others
     (server,) = [line.split() for line in events(folder) if line.startswith("server")]
     assert psutil.Process(int(server[-1])).nice() == os.getpriority(os.PRIO_PROCESS, 0)
     os.kill(int(begun[0][-1]), signal.SIGKILL)
-    run.until("it restarts in 1 s, and serving continues")
+    run.until("restarting in 1 s, serving continues")
     wait_until(
         lambda: len([line for line in events(folder) if line.startswith("learner begins")]) == 2
     )
@@ -731,7 +731,7 @@ def test_no_client_writes_a_line_or_a_cause_of_death(tmp_path, capsys):
 
 def test_a_server_that_hides_its_counters_is_not_said_to_start():
     with serve_handler(BaseHTTPRequestHandler) as url:  # which knows no GET
-        assert up_parts.Meter(url).read(0) == "the server answers /metrics with 501"
+        assert up_parts.Meter(url).read(0) == "the server answers /metrics with status 501"
 
 
 def test_answers_that_fail_are_in_the_status_line():

@@ -155,7 +155,7 @@ def test_everything_cut_or_refused_is_told_with_its_reason(
         counts = [re.search(rf"  (\d+) {reason}", part) for part in (training, held_out)]
         assert [bool(count) for count in counts] == [True, True], reason
         assert sum(int(count[1]) for count in counts if count) == total, reason
-    assert "conversations with an answer that the server cut" in training
+    assert "conversations with an answer that the server truncated" in training
 
 
 def user(content: str) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def test_a_held_out_part_with_nothing_to_judge_on_is_no_error(small_tokenizer: A
     )
     assert samples == []
     assert list(describe_held_out(reason)) == [
-        "held out: nothing to judge on (0 conversations: 0 samples, 0 tokens (0 labels))"
+        "held out: no usable text (0 conversations: 0 samples, 0 tokens (0 labels))"
     ]
 
 
@@ -308,7 +308,7 @@ def test_every_kind_of_turn_is_shown_and_all_counts_are_written(
     assert re.search(r"ends of turns: <\|end\|> \(id 2\) \d+, none, as cut \d", out)
     assert "template arguments: none" in out
     assert (
-        "not learned: an answer with tool calls that the chat template leaves out, e.g. the answer to 'call"
+        "not trained on: an answer with tool calls that the chat template leaves out, e.g. the answer to 'call"
         in out
     )
     written = json.loads(report.read_text())

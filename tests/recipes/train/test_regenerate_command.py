@@ -259,7 +259,7 @@ def test_a_second_command_with_the_same_output_waits_for_the_first(
         first = pool.submit(run)
         assert asked.wait(60)
         second = pool.submit(run)
-        wait_until(lambda: "waits for another" in said.getvalue())
+        wait_until(lambda: "waiting for another" in said.getvalue())
         assert not second.done()
         go_on.set()
         first.result(60)
