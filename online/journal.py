@@ -42,13 +42,14 @@ from redraft.files.printable import printable
 logger = logging.getLogger("redraft.journal")
 
 NUM_FILES = 8  # Number of files in a full journal. Deleting the oldest one removes an eighth of it.
-MAX_REASON_CHARS = 500  # Longer reasons are cut: they may quote a server's answer.
+MAX_REASON_CHARS = 500  # Longer reasons are truncated, because they may quote a server's answer.
 _NOT_ASCII = re.compile(r"[^ -~]")
 
 Identifier = Annotated[str, msgspec.Meta(pattern=r"^[^\s\x00-\x1f\x7f-\x9f]+\Z", max_length=200)]
 """An address, a version or a code, without spaces or control characters."""
 MAX_LABEL_CHARS = 64
-Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL_CHARS)]  # of the client; empty without one
+# A name given by a client, e.g. a domain; empty if there is none.
+Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL_CHARS)]
 Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS)]
 
 Phase = Literal["idle", "training", "judging", "publishing", "canary", "rolling", "halted"]
@@ -70,16 +71,18 @@ class AcceptanceEntry(_Entry, frozen=True, kw_only=True, tag="acceptance"):
     counted on captured records, by thinking mode, e.g. `code, thinking`.
     """
 
-    server: Identifier | None = None  # None if the records of several servers are counted together
+    server: Identifier | None = None  # None if several servers' records are counted together
     draft_version: Identifier
     # The target's present version; None for the weights in its folder.
     target_version: Identifier | None = None
-    pace: str = ""  # Draft tokens by batch size, of a server that chooses them live.
+    # Number of draft tokens by batch size, for a server that chooses it at run time.
+    pace: str = ""
     domain: Label | None = None
     drafts: float  # Target steps that verified a draft.
     accepted: float  # Draft tokens accepted.
     accepted_at: tuple[float, ...] = ()  # Accepted tokens by draft position.
-    tau: float | None  # 1 + accepted / drafts, including the bonus token; None without drafts
+    # 1 + accepted / drafts, including the bonus token; None if there are no drafts.
+    tau: float | None
     served_drafts: float | None = None
     """Counts from the engine's own /metrics: drafts, accepted tokens and generated tokens,
     including lookups, and the number of seconds. None if unknown.
@@ -92,7 +95,7 @@ class AcceptanceEntry(_Entry, frozen=True, kw_only=True, tag="acceptance"):
 class BufferEntry(_Entry, frozen=True, kw_only=True, tag="buffer"):
     records: int
     bytes: int
-    max_bytes: int | None = None  # Size at which the oldest records are dropped.
+    max_bytes: int | None = None  # Size above which the oldest records are dropped.
     held_out: int  # Records to judge by.
     dropped: dict[Identifier, int] = {}
     """Records dropped since the learner started, by reason: duplicate, foreign, corrupt, expired,
@@ -106,7 +109,7 @@ class BufferEntry(_Entry, frozen=True, kw_only=True, tag="buffer"):
 
 class TrainingEntry(_Entry, frozen=True, kw_only=True, tag="training"):
     step: int  # Optimizer steps of this draft.
-    loss: float | None  # in nats per position; None if it was not finite
+    loss: float | None  # loss in nats per position; None if it was not finite
     alpha: float | None = None
     alpha_greedy: float | None = None
     grad_norm: float | None = None
@@ -114,12 +117,13 @@ class TrainingEntry(_Entry, frozen=True, kw_only=True, tag="training"):
     """
     lr: float | None = None  # Learning rate of the step.
     tokens_per_s: float | None = None
-    records_seen: int  # fresh ones trained, also by drafts given up; without a checkpoint 0
+    # Fresh records trained on, including for abandoned drafts; 0 if there is no checkpoint.
+    records_seen: int
     # Mean age of the step's fresh records when it began, in seconds.
     waited_s: float | None = None
     step_s: float | None = None  # Duration of the step, in seconds.
-    paused_s: float | None = None  # Part of it that was a pause for running requests.
-    skipped: int = 0  # fresh ones passed over because training was slower than traffic
+    paused_s: float | None = None  # Part of the duration that was a pause for running requests.
+    skipped: int = 0  # fresh records skipped because training was slower than traffic
 
 
 class DomainGain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -140,19 +144,18 @@ class GateEntry(_Entry, frozen=True, kw_only=True, tag="gate"):
     tau_candidate: float | None = None
     tau_incumbent: float | None = None
     requests: int = 0
-    paused_s: float | None = None  # Part of the judging that was a pause for running requests.
+    # Part of the evaluation time that was a pause for running requests.
+    paused_s: float | None = None
     domains: dict[Label, DomainGain] = {}
-    contexts: dict[
-        Label, DomainGain
-    ] = {}  # by length of the context, such as "1,024 to 2,047 tokens"
+    contexts: dict[Label, DomainGain] = {}  # by context length, e.g. "1,024 to 2,047 tokens"
     reason: Reason = ""
 
 
 class SwapEntry(_Entry, frozen=True, kw_only=True, tag="swap"):
-    """A server was asked to serve a different version."""
+    """A server was requested to serve a different version."""
 
     server: Identifier
-    version: Identifier  # The version it was asked to serve.
+    version: Identifier  # The version that it was requested to serve.
     from_version: Identifier | None = None
     outcome: SwapOutcome  # `rolled_back` means a swap from a newer version back to `version`.
     duration_ms: float | None = None
@@ -163,29 +166,32 @@ class StateEntry(_Entry, frozen=True, kw_only=True, tag="state"):
     phase: Phase
     candidate: Identifier | None = None
     reason: Reason = ""
-    resident_bytes: int | None = None  # after each phase, with freed memory given back
-    promoted: int | None = None  # Versions promoted since the folder began, after each phase.
+    # Measured after each phase, once freed memory has been returned to the system.
+    resident_bytes: int | None = None
+    # Number of versions promoted since the folder was created, after each phase.
+    promoted: int | None = None
 
 
 class StalenessEntry(_Entry, frozen=True, kw_only=True, tag="staleness"):
     """The served draft on new held-out requests, compared with the same draft at its promotion."""
 
     version: Identifier
-    # Tau at the promotion, with today's mix of domains; None if it is not comparable.
+    # Tau at the promotion, weighted by the current mix of domains; None if it is not comparable.
     tau_then: float | None = None
     tau_now: float | None = None
     loss: float | None = None  # tau_then - tau_now.
     low: float | None = None
     high: float | None = None
     requests: int = 0  # New held-out requests.
-    is_asleep: bool  # Training is not worth it: the learner waits until acceptance falls.
-    steps_saved: int = 0  # optimizer steps not taken in sleep, since the folder began
+    is_asleep: bool  # Training is not worth its cost, and the learner waits until acceptance falls.
+    # Number of optimizer steps skipped during sleep, since the folder was created.
+    steps_saved: int = 0
     reason: Reason = ""
 
 
 class FaultEntry(_Entry, frozen=True, kw_only=True, tag="fault"):
     what: Identifier  # `disk_full`, `loss_not_finite`, `server_unreachable`, `target_changed`, ...
-    detail: Identifier | None = None  # code or name of the cause: an errno, a server, a version
+    detail: Identifier | None = None  # identifies the cause: an errno, a server or a version
     reason: Reason = ""
 
 
@@ -263,7 +269,8 @@ class Journal:
             try:
                 self._append(_seal(_encoder.encode(entry)))
             except OSError as error:
-                if not self.num_lost:  # once: a full disk would repeat it every second
+                # Logged once, because a full disk would repeat it every second.
+                if not self.num_lost:
                     logger.warning(
                         "the journal in %s cannot be written: %s", self.folder, error.strerror
                     )

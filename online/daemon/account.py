@@ -1,4 +1,4 @@
-"""The learner's journal entries: what it reports about itself, as typed entries."""
+"""Typed journal entries in which the learner reports its state."""
 
 import math
 import time
@@ -69,7 +69,7 @@ class Account:
     def begin_fault(self, what: str, detail: str, reason: str = "") -> None:
         """Report a lasting fault when it begins, and again if its reason changes.
 
-        A changed reason is written at the earliest OTHER_REASON_S after the previous one.
+        Changed reasons are written at least OTHER_REASON_S apart.
         """
         now_s = self._now_s()
         known, written_s = self._faults.get((what, detail), (None, -math.inf))
@@ -78,7 +78,7 @@ class Account:
             self.fault(what, reason, detail)
 
     def end_faults(self, *names: str, detail: str | None = None) -> None:
-        """Forget the named faults, so that they are reported again if they recur."""
+        """Clear the named faults, so that they are reported again if they recur."""
         for what, its in list(self._faults):
             if what in names and detail in (None, its):
                 del self._faults[what, its]
@@ -95,7 +95,9 @@ class Account:
             return load(path)
         except DamagedError as error:
             aside = set_aside(path)
-            self.fault("state_damaged", f"{error}: it is now {aside.name}, and {consequence}")
+            self.fault(
+                "state_damaged", f"{error}: it was renamed to {aside.name}, and {consequence}"
+            )
             return otherwise
 
     def step(self, stats: StepStats, trainer: Trainer, duration_s: float) -> None:

@@ -2,8 +2,7 @@
 
 Held-out requests decide whether to roll back.
 
-    watch ─ counters below the limit ─► report ─► compare with the previous version ─► roll back, or
-                                                                                       stay and say why
+    watch ─ counters below the limit ─► report ─► compare with the previous version ─► roll back or stay
 
 A server's counters include the requests of all clients, and a few clients at temperature 2 can
 lower them for any draft. They therefore only trigger the comparison. After a promotion, there is at
@@ -51,7 +50,7 @@ class Alarm:
             with self.guard.round("alarm"):
                 await self._answer(self._server, self._version)
             self._answered_s = time.monotonic()
-            # Cleared last, so that reports made while the comparison ran count as answered.
+            # Cleared last, so that reports made during the comparison do not trigger another one.
             self._reported.clear()
 
     async def _answer(self, server: str, version: str) -> None:
@@ -62,8 +61,8 @@ class Alarm:
             return
         if cycle.state.has_gone_back:
             self._tell(
-                f"stays on {version}: the fleet went back already, and does so once after a "
-                "promotion"
+                f"stays on {version}: the fleet was already rolled back, which happens at "
+                "most once after a promotion"
             )
             return
         self._looks[version] += 1
@@ -73,10 +72,12 @@ class Alarm:
             )
             # The comparison took time, so a rollout may have started or ended since.
             if is_worse and version == cycle.current and not cycle.state.is_rolling_out:
-                reason = f"{server} hardly accepts anything of {version}, and {why}"
+                reason = f"{server} accepts hardly any draft tokens of {version}, and {why}"
                 await cycle.rollouts.go_back(reason, is_automatic=True)
             elif not is_worse:
-                self._tell(f"stays on {version}, although {server} hardly accepts it: {why}")
+                self._tell(
+                    f"stays on {version}, although {server} accepts hardly any of its tokens: {why}"
+                )
         except (OSError, ValueError):  # the previous version is missing or damaged
             self._fault("nothing_to_go_back_to", version)
 

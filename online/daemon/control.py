@@ -81,13 +81,13 @@ async def serve(folder: Path, answer: Answer) -> AsyncIterator[None]:
             writer.write(msgspec.json.encode(reply) + b"\n")
             await writer.drain()
         except (ValueError, ConnectionError):
-            pass  # the line was not a request, or the client is no longer waiting
+            pass  # the line was not a request, or the client has disconnected
         finally:
             writer.close()
 
     with _short_path(folder) as path:
-        (folder / SOCKET).unlink(missing_ok=True)  # of a learner that was killed
-        # The path is needed only to bind: the socket remains open after the descriptor is closed.
+        (folder / SOCKET).unlink(missing_ok=True)  # left by a learner that was killed
+        # The path is needed only for binding: the socket stays open after the descriptor is closed.
         server = await asyncio.start_unix_server(handle, path)
         (folder / SOCKET).chmod(0o600)
     try:
@@ -102,7 +102,7 @@ async def ask(folder: Path, answer: type[T], **request: Any) -> T:
 
     Raises:
         NoLearnerError: no learner is running on this folder, or it exits before it answers.
-        ValueError: the learner refuses the request; the message comes from the learner.
+        ValueError: the learner rejects the request; the message is the learner's.
     """
     try:
         with _short_path(folder) as path:

@@ -59,7 +59,7 @@ from redraft.online.learning.trainer import Trainer
 T = TypeVar("T")
 POLL_S = 0.1  # Seconds between two checks for work.
 DISK_RETRY_S = 10.0
-GOES_ON = "training continues from"  # first words of the journal entry when a learner starts
+GOES_ON = "training continues from"  # beginning of the journal entry for a learner's start
 
 
 class Cycle:
@@ -80,7 +80,7 @@ class Cycle:
         # Starting in idle is always safe, because the watch brings every server to the current
         # version.
         state = account.load_or_set_aside(
-            load, state_path, AFTER_DAMAGE, "the learner starts at idle"
+            load, state_path, AFTER_DAMAGE, "the learner starts in the idle phase"
         )
         self.saved = SavedState(path=state_path, state=state)
         self.rollouts = Rollouts(cfg, registry, trainer, servers, self.saved, self.inbox, account)
@@ -88,8 +88,8 @@ class Cycle:
         self._thread = ThreadPoolExecutor(1, "trainer")
         self.sleeper = Sleeper(cfg, self.judge, account)
         self._num_without_gain = 0
-        """Candidates without a gain since the last promotion or sleep. At `patience`, BEGIN_AGAIN
-        is posted.
+        """Number of candidates without a gain since the last promotion or sleep. At `patience`,
+        BEGIN_AGAIN is posted.
         """
         self._phases: dict[Phase, Callable[[], Awaitable[Move | None]]] = {
             Phase.IDLE: self._idle,
@@ -145,7 +145,7 @@ class Cycle:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
     async def close(self) -> None:
-        """Save the training done since the last checkpoint, and dismiss the other ranks."""
+        """Save the training done since the last checkpoint, and let the other ranks exit."""
         await self.rollouts.reconciler.stop()
         await self.rollouts.stop_measuring()
         try:
@@ -178,7 +178,7 @@ class Cycle:
     async def judge_draft(self, draft: Path) -> Verdict:
         """Return the gate's verdict on the draft in a folder, compared with the current version.
 
-        Both are judged with the drafting settings of the servers.
+        Both are evaluated with the servers' drafting settings.
         """
         drafting = self.judge.draft_as(await ask_drafting(self.servers))
         verdict = await self.in_thread(
@@ -204,8 +204,8 @@ class Cycle:
     async def _look_around(self, newest: int, num_waiting: int) -> Move | None:
         """Decide whether a sleeping learner with enough new records for a candidate should wake.
 
-        If the learner stays asleep, it passes over the records up to `newest`. Records that arrive
-        during this check wait for the next one.
+        If the learner stays asleep, it skips the records up to `newest`. Records that arrive during
+        this check are considered in the next one.
         """
         sleeper, current = self.sleeper, self.current
         self.judge.draft_as(await ask_drafting(self.servers))
@@ -270,7 +270,7 @@ class Cycle:
         self.account.verdict(verdict, name, self.current, learning.paused_s - paused_s)
         if (
             verdict.overall is not None
-        ):  # saved with the event: after a kill before it, the same look is taken again
+        ):  # saved with the event, so that a kill before it repeats the same comparison
             self.saved.state = replace(self.state, num_looks=self.state.num_looks + 1)
         if verdict.decision is Decision.PROMOTE:
             self._num_without_gain = 0
@@ -298,7 +298,8 @@ class Cycle:
             )
         async with (
             self.rollouts.fleet
-        ):  # a rollback in progress ends first: it takes back no canary that waits for it
+            # A rollback in progress must end first, because it does not withdraw a waiting canary.
+        ):
             return None if Event.BEGIN_AGAIN in self.inbox else Move(Event.PUBLISHED, version)
 
     async def _canary(self) -> Move:
@@ -315,7 +316,8 @@ class Cycle:
         try:
             # Promoted last: until then, `current` names the version to return to after a failure.
             await self._until_written(lambda: asyncio.to_thread(self.registry.promote, version))
-        except (FileNotFoundError, ValueError) as error:  # damaged since the servers have read it
+        # The version was damaged after the servers read it.
+        except (FileNotFoundError, ValueError) as error:
             return self._end_rollout(Event.ROLLED_BACK, await self.rollouts.take_back(str(error)))
         await self.rollouts.prune()
         if self.state.is_by_person:
@@ -333,7 +335,7 @@ class Cycle:
     async def _discard(self, why: str) -> Move:
         self.account.fault("loss_not_finite")
         await self._until_written(lambda: self.in_thread(self.trainer.discard))
-        return Move(Event.FAILED, reason=f"{why}: the candidate was thrown away")
+        return Move(Event.FAILED, reason=f"{why}: the candidate was discarded")
 
     async def _save_checkpoint(self) -> None:
         """Write a checkpoint if there is anything to save.
@@ -360,11 +362,11 @@ class Cycle:
         while True:
             try:
                 return await work()
-            # Caught first, because it is an OSError too.
+            # Caught first, because FileNotFoundError is an OSError too.
             except FileNotFoundError:
                 raise
             except OSError as error:
-                if not is_told:  # once per wait: the page would show nothing else
+                if not is_told:  # reported once per wait, so that it does not fill the page
                     self.account.disk_fault(error)
                 is_told = True
                 await asyncio.sleep(DISK_RETRY_S)
@@ -372,8 +374,7 @@ class Cycle:
     def _count_without_gain(self) -> None:
         """Count a candidate without a gain; after `patience` of them, post BEGIN_AGAIN.
 
-        Training then starts again from the served version, after a sleep if the settings ask for
-        one.
+        Training then restarts from the served version, after a sleep if the settings enable it.
         """
         self._num_without_gain += 1
         if self._num_without_gain < self.cfg.training.patience:
@@ -385,7 +386,8 @@ class Cycle:
     def _publish_candidate(self) -> str:
         """Return the version that contains the candidate's draft; publish it unless it exists."""
         folder, prefix = self.trainer.folder / self.saved.candidate, f"{DRAFT}/"
-        # Check every byte: the version's manifest would vouch for a flipped one.
+        # Check every byte, because publishing computes a new manifest, which would hide any
+        # corruption.
         files = {
             name[len(prefix) :]: entry
             for name, entry in verify(folder).items()
@@ -393,7 +395,7 @@ class Cycle:
         }
         latest = self.registry.latest()
         if latest and self._holds(latest, files):
-            return latest  # a kill came between publication and the saved state
+            return latest  # the learner was killed between publishing and saving the state
         return self.registry.publish(
             lambda partial: copy_model(folder / DRAFT, partial),
             target_fingerprint=self.target_fingerprint,
@@ -422,7 +424,8 @@ class Cycle:
             return False
 
     def _end_rollout(self, event: Event, outcome: Outcome) -> Move:
-        if event is not Event.INCONCLUSIVE:  # light traffic is no evidence against the training
+        # An inconclusive result from light traffic is no evidence about the training.
+        if event is not Event.INCONCLUSIVE:
             self._count_without_gain()
         self.rollouts.answer_swap(outcome)
         return Move(event, reason=outcome.reason)
@@ -430,7 +433,7 @@ class Cycle:
     async def _advance(self, move: Move) -> None:
         state = advance(self.state, move.event, candidate=move.candidate, reason=move.reason)
 
-        # Runs without awaiting, so that whoever receives the event finds the new state.
+        # Nothing is awaited here, so that code that receives the event finds the new state.
         async def write() -> None:
             self.saved.write(state)
 
@@ -439,5 +442,5 @@ class Cycle:
             await self.rollouts.stop_measuring()
         resident_bytes = await self.in_thread(release_memory)
         self.account.state(state, state.reason, resident_bytes, self.rollouts.count_promoted())
-        if not state.is_rolling_out:  # a late recall must not end the next rollout
+        if not state.is_rolling_out:  # otherwise, a late recall would end the next rollout
             self.inbox.settle(Event.RECALLED)

@@ -1,8 +1,8 @@
 """Events from outside the phases.
 
-Each event waits here until the cycle has dealt with it.
+Each event waits here until the cycle has handled it.
 
-| event            | posted by                                         | dealt with                                    |
+| event            | posted by                                         | handled                                       |
 |---|---|---|
 | `HALT`           | the watch: the servers serve a different target   | between phases; training ends early for it    |
 | `RESUME`         | the watch: they serve our target again            | while halted                                  |
@@ -60,7 +60,7 @@ class Inbox:
             settled.set_result(result)
 
     async def wait_for(self, event: Event) -> None:
-        while event not in self._moves:  # a change may be another event
+        while event not in self._moves:  # the inbox may have changed because of a different event
             # There is no await between the check and `clear`, so no event is lost in between.
             self._changed.clear()
             await self._changed.wait()

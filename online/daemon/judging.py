@@ -32,8 +32,9 @@ from redraft.online.learning.scoring import (
 )
 from redraft.online.learning.staleness import Row, find_past
 
-RECENT_S = 86400.0  # oldest request that decides about an alarm: today's traffic
-KEPT_DRAFTS = 2  # Drafts whose scores are kept: the current version and the candidate.
+# Maximum age of the requests used to evaluate an alarm, so that they represent current traffic.
+RECENT_S = 86400.0
+KEPT_DRAFTS = 2  # Number of drafts whose scores are kept: the current version and the candidate.
 
 
 class Judge:
@@ -41,14 +42,16 @@ class Judge:
         self, cfg: LearnerConfig, registry: Registry, buffer: Buffer, candidate: Candidate
     ) -> None:
         self.cfg, self.registry, self.buffer, self.candidate = cfg, registry, buffer, candidate
-        self.judging = cfg.judging  # with the servers' tokens and sampling, once known
+        # Updated with the servers' drafting settings once a server reports them.
+        self.judging = cfg.judging
         self._scores: dict[str, dict[int, tuple[Request, RequestScore]]] = {}
-        """Scores by draft and drafting settings, then by the record's sequence number. A candidate
-        that is promoted is the current version of the next verdict, on partly the same records.
+        """Scores by draft and drafting settings, then by the record's sequence number. A promoted
+        candidate is the current version in the next comparison, which uses some of the same
+        records.
         """
 
     def draft_as(self, servers: Counter[Drafting]) -> str:
-        """Judge with the drafting settings of most servers from now on; return a description.
+        """Use the drafting settings of most servers from now on, and return a description.
 
         `servers` counts the servers by their drafting settings.
         """
@@ -56,8 +59,9 @@ class Judge:
         return drafting
 
     def forget(self) -> None:
-        """Forget the scores, which name tenants."""
-        self._scores = {}  # A new one, because `score` may be using the old one on another thread.
+        """Discard the scores, which contain tenant names."""
+        # Replace the dict, because `score` may be using the old one on another thread.
+        self._scores = {}
 
     def judge_draft(self, draft: Path, incumbent: str, look: int) -> Verdict:
         """The gate's verdict on the draft in a folder, compared with the version `incumbent`."""
@@ -79,7 +83,7 @@ class Judge:
         folder = self.registry.path(version)
         try:
             verify(folder)
-        except (OSError, ValueError):  # a damaged version is the watch's business
+        except (OSError, ValueError):  # the watch handles damaged versions
             return after, []
         scores = self.score(folder, seqs, after)
         return max(seqs), list_rows(scores.values(), self.buffer.refresh_names())
@@ -96,10 +100,10 @@ class Judge:
         """
         folders = [self.registry.path(version) for version in (current, previous)]
         for folder in folders:
-            verify(folder)  # loading a damaged draft could raise anything
+            verify(folder)  # loading a damaged draft may raise any exception
         seqs, ours = self._score_served(folders[0], since_s=self.buffer.now_s - RECENT_S)
         theirs = self.score(folders[1], seqs)
-        # Each look makes two comparisons, which share the error probability.
+        # Each check makes two comparisons, which share the error probability.
         is_worse, numbers = find_loss(*pair_scores(ours, theirs)[:2], self.cfg.gate, 2 * look - 1)
         if is_worse:
             return True, f"on held-out requests it is worse than {previous}: {numbers}"
@@ -107,7 +111,8 @@ class Judge:
         if is_refused:
             return (
                 True,
-                f"the engine hardly accepts it on held-out requests, unlike {previous}: "
+                "on held-out requests the engine accepts hardly any of its draft tokens, "
+                f"unlike those of {previous}: "
                 f"{served_numbers}",
             )
         return False, f"on held-out requests it is not proven worse than {previous}: {numbers}"
@@ -141,7 +146,7 @@ class Judge:
     def _score_served(
         self, folder: Path, **limits: float
     ) -> tuple[list[int], dict[Request, RequestScore]]:
-        """Return the records used for judging, and the served draft's scores on them.
+        """Return the records used for the evaluation, and the served draft's scores on them.
 
         Records of other target weights are excluded if the draft is proven better or worse on them
         than on records of the current weights.
@@ -169,7 +174,7 @@ class Judge:
 
         Records that were scored in the previous call are not scored again.
         """
-        # Both may be replaced on another thread meanwhile.
+        # Another thread may replace both in the meantime.
         judging, scores = self.judging, self._scores
         files = [folder / "config.json", *weight_files(folder)]
         name = " ".join([*map(sha256, files), repr(judging)])
@@ -214,14 +219,14 @@ def choose_judging(latest: Judging, servers: Counter[Drafting]) -> tuple[Judging
     """
     if not servers:
         stays = Drafting(latest.num_speculative_tokens, latest.draft_sample_method)
-        return latest, f"{stays}, as before: no server says how it drafts"
+        return latest, f"{stays}, unchanged, because no server reports its drafting settings"
     # If several settings are equally common, take those that draft less, so that the verdict does
     # not depend on the order of the answers.
     chosen = min(servers, key=lambda drafting: (-servers[drafting], drafting))
-    source = f"{chosen}, as {servers[chosen]} of {servers.total()} servers draft"
+    source = f"{chosen}, the drafting settings of {servers[chosen]} of {servers.total()} servers"
     return replace(latest, **asdict(chosen)), source if len(
         servers
-    ) > 1 else f"{chosen}, as the servers draft"
+    ) > 1 else f"{chosen}, the servers' drafting settings"
 
 
 def count_served(records: Iterable[Stored], version: str) -> dict[Request, AcceptanceCounts]:

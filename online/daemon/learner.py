@@ -57,7 +57,7 @@ from redraft.online.records.guard import Guard
 from redraft.online.records.spool import is_in_memory
 
 INGEST_POLL_S = 0.2
-REST_S = 60.0  # between two orders to the other ranks, whose wait must not time out
+REST_S = 60.0  # between two commands to the other ranks, whose wait must not time out
 
 
 def run(cfg: LearnerConfig) -> None:
@@ -69,7 +69,7 @@ def run(cfg: LearnerConfig) -> None:
     """
     token = (
         cfg.fleet.token()
-    )  # a mistake in the fleet is reported now, not after minutes of loading
+    )  # report a mistake in the fleet file now, not after minutes of loading
     if cfg.fleet.file is not None:
         read_fleet(cfg.fleet.file, token)
     if cfg.zero_retention and not (cfg.spool and is_in_memory(cfg.spool)):
@@ -189,7 +189,7 @@ class Learner:
         first_s = time.monotonic()
         await (
             self._look()
-        )  # before anything is trained, because the servers may serve another target
+        )  # check before training, because the servers may serve a different target
         async with (
             aclosing(self.watch),
             control.serve(self.cfg.folder, self.answer),
@@ -258,7 +258,8 @@ class Learner:
         self.cycle.report_problem(problem)
         if problem:
             await self.rollouts.reconciler.stop()
-        if problem or self.cycle.state.is_rolling_out:  # a rollout watches its servers itself
+        # During a rollout, the rollout itself watches the servers.
+        if problem or self.cycle.state.is_rolling_out:
             return
         current = self.cycle.current
         answering = [one for one in observed if one.status is not None]
@@ -268,7 +269,7 @@ class Learner:
             if one.status and not one.server.serves(one.status, current)
         ]
         self._report_laggards(behind)
-        # A server with a different version is brought to the current one below, whatever its
+        # A server with a different version is swapped to the current one below, whatever its
         # acceptance is.
         alarming = [
             one
@@ -277,20 +278,21 @@ class Learner:
         ]
         if (
             self.rollouts.registry.previous() is None
-        ):  # a new head: off on a paced server until it has learned
+        ):  # a new head, which a paced server does not use until it has been trained
             alarming = [one for one in alarming if one.status and not one.status.is_paced]
         self._report_alarm(alarming, current)
         self.rollouts.reconcile(behind)
 
     async def _find_servers(self) -> None:
         try:
-            async with asyncio.timeout(STATUS_TIMEOUT_S):  # a name server can hang too
+            async with asyncio.timeout(STATUS_TIMEOUT_S):  # name resolution can hang too
                 found = await discover(self.cfg.fleet)
         except (OSError, ValueError) as error:  # keep the known servers
             self.account.begin_fault("fleet_unknown", type(error).__name__)
             return
         self.account.end_faults("fleet_unknown")
-        if self.rollouts.fleet.locked():  # a swap in progress relies on the present list of servers
+        # A swap in progress depends on the current list of servers.
+        if self.rollouts.fleet.locked():
             return
         known = set(self.members.servers)
         for server in self.members.update(found):
@@ -322,9 +324,9 @@ class Learner:
             if theirs != self.target_fingerprint:
                 self.account.begin_fault("target_changed", one.server.url)
                 return (
-                    f"{one.server.url} serves target {theirs[:12]}, this learner is for "
-                    f"{self.target_fingerprint[:12]}: its records are kept aside and nothing is "
-                    "swapped"
+                    f"{one.server.url} serves target {theirs[:12]}, but this learner is "
+                    f"for {self.target_fingerprint[:12]}: the server's records are set aside "
+                    "and nothing is swapped"
                 )
         self.account.end_faults("target_changed")
         return ""
@@ -332,7 +334,9 @@ class Learner:
     def _report_alarm(self, alarming: Sequence[Observation], version: str) -> None:
         for one in alarming:
             self.account.begin_fault(
-                "acceptance_alarm", one.server.url, f"it hardly accepts anything of {version}"
+                "acceptance_alarm",
+                one.server.url,
+                f"it accepts hardly any draft tokens of {version}",
             )
         if alarming:
             self.alarm.report(alarming[0].server.url, version)
@@ -413,7 +417,7 @@ class Learner:
         """Answer a user's request: status, swap, rollback, judge or forget.
 
         Raises:
-            ValueError, OSError, KeyError: the request is refused; the message is meant for the
+            ValueError, OSError, KeyError: the request is rejected; the message is meant for the
                 user.
         """
         match request.get("do"):

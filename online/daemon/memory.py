@@ -27,7 +27,7 @@ def release_memory() -> int:
 
     Return the number of bytes that this process still uses (resident). glibc keeps freed memory for
     the process: 400 MiB after each candidate of a 7M-parameter draft, and more after one large
-    record. Other C libraries have no such call; with them, nothing happens.
+    record. With other C libraries, which have no such call, nothing happens.
     """
     with suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -52,13 +52,13 @@ def opened(cfg: LearnerConfig) -> Iterator[tuple[str, Registry, Buffer]]:
                 found = _open(cfg, stack)
                 break
             except OSError as error:
-                # Locks taken before an error are released. A closed ExitStack can be filled again.
+                # Locks taken before an error are released. A closed ExitStack can be reused.
                 stack.close()
                 if not is_full(error):
                     raise
                 if not is_told:
                     print(
-                        f"the learner waits, because a disk is full: {error}",
+                        f"the learner is waiting, because a disk is full: {error}",
                         file=sys.stderr,
                         flush=True,
                     )
@@ -142,8 +142,9 @@ def provide_first_version(cfg: LearnerConfig, registry: Registry, target: Target
     adapter = read_provenance(registry.current_path()).adapter
     if adapter != cfg.draft.adapter:
         raise ValueError(
-            f"{registry.current_path()} learned from requests of adapter {adapter!r}, and "
-            f"draft.adapter is {cfg.draft.adapter!r} (empty: none): give each adapter its own "
+            f"{registry.current_path()} learned from requests of adapter {adapter!r}, but "
+            "draft.adapter is "
+            f"{cfg.draft.adapter!r} (empty: none): give each adapter its own "
             "registry and learner folder"
         )
 

@@ -51,14 +51,14 @@ class Rollouts:
         return None
 
     def reconcile(self, servers: Sequence[FleetServer]) -> None:
-        """Start bringing these servers to the current version, unless a rollout is under way."""
+        """Start swapping these servers to the current version, unless a rollout is in progress."""
         if not self.fleet.locked():
             self.reconciler.push(servers, self.current)
 
     # ------------------------------------------------------------------------------------ a rollout
 
     def begin_measuring(self) -> None:
-        """Measure a single server before the swap to a candidate, while the candidate is judged."""
+        """Measure a server before its swap to a candidate, while the candidate is evaluated."""
         if len(self.servers) == 1:
             only = measure_alone(self.servers[0], self.current, self.cfg.rollout)
             self._measured = asyncio.ensure_future(only)
@@ -73,7 +73,7 @@ class Rollouts:
         return await self.run(partial(try_canary, measured=self._measured))
 
     async def run(self, part: Callable[..., Coroutine[Any, Any, Outcome]]) -> tuple[Event, Outcome]:
-        """Run one part of the rollout until it ends or until a recall takes everything back."""
+        """Run one part of the rollout until it ends or a recall reverts it."""
         async with self.fleet:
             await self.reconciler.stop()
             # The pushes must have ended, because a push in progress would put the incumbent back on
@@ -84,11 +84,11 @@ class Rollouts:
             if outcome is not None:
                 failed = Event.INCONCLUSIVE if outcome.is_inconclusive else Event.ROLLED_BACK
                 return Event.PASSED if outcome.passed else failed, outcome
-        # Outside the block, because `take_back` acquires the lock again, which is not re-entrant.
+        # Outside the block, because `take_back` acquires the same lock, which is not re-entrant.
         return Event.RECALLED, await self.take_back("recalled")
 
     async def take_back(self, why: str) -> Outcome:
-        """Bring every server to the current version."""
+        """Swap every server to the current version."""
         async with self.fleet:
             back = await self.reconciler.bring_all(
                 self.servers, self.current, self.cfg.rollout.rollback_timeout_s
@@ -98,20 +98,20 @@ class Rollouts:
     async def _run_unless_recalled(
         self, start: Callable[[], Coroutine[Any, Any, Outcome]]
     ) -> Outcome | None:
-        """Return the outcome of the rollout, or None if a recall came first."""
+        """Return the outcome of the rollout, or None if a recall ended it first."""
         if Event.RECALLED in self.inbox:
             return None
         running = asyncio.ensure_future(start())
         recall = asyncio.ensure_future(self.inbox.wait_for(Event.RECALLED))
         try:
             await asyncio.wait({running, recall}, return_when=asyncio.FIRST_COMPLETED)
-            # If both happen at once, the outcome counts; the recall ends the next part, if there is
-            # one.
+            # If both happen at once, the outcome takes precedence, and the recall ends the next
+            # part, if any.
             return running.result() if running.done() else None
         finally:
             running.cancel()
             recall.cancel()
-            # The last request to a server must be over before another swap starts.
+            # The last request to a server must have ended before another swap starts.
             await asyncio.gather(running, recall, return_exceptions=True)
 
     async def prune(self) -> None:
@@ -152,7 +152,7 @@ class Rollouts:
         finally:
             if (
                 not settled.done()
-            ):  # cancelled; once the rollout is done, a waiting request belongs to another caller
+            ):  # cancelled; after the rollout, a waiting request would be another caller's
                 self.inbox.settle(Event.SWAP_REQUESTED)
 
     def find_swap(self) -> Move | None:
@@ -161,7 +161,9 @@ class Rollouts:
         swap = self.inbox.find(Event.SWAP_REQUESTED)
         if swap is None or swap.candidate != self.current:
             return swap
-        already = Outcome(passed=True, version=self.current, reason="it is current already")
+        already = Outcome(
+            passed=True, version=self.current, reason="it is already the current version"
+        )
         self.inbox.settle(Event.SWAP_REQUESTED, already)
         return None
 
@@ -180,7 +182,7 @@ class Rollouts:
 
         Return the version that is served afterwards. With `to`, go back to that version, which may
         be the current one, and restart training from it. The call does not wait for servers that
-        hang: they are brought to that version in the background.
+        hang: they are swapped to that version in the background.
 
         Raises:
             FileNotFoundError: there is no version before the current one, or `to` was never
@@ -192,11 +194,12 @@ class Rollouts:
             # cancelled.
             await asyncio.shield(self.inbox.post(Move(Event.RECALLED, reason=reason)))
             if self.current != candidate and not to:
-                return Convergence(version=self.current)  # else the recall came after the promotion
+                # Otherwise, the recall came after the promotion.
+                return Convergence(version=self.current)
         async with self.fleet:
             await self.reconciler.stop()
-            # First, so that a restart on the way ends at the same version. The rollback reads the
-            # whole version.
+            # Done first, so that an interrupted rollback ends at the same version after a restart.
+            # Rolling back reads the whole version.
             version = await self._roll_registry_back(to, is_automatic)
             await self.leave_training()
             back = await self.reconciler.bring_all(
@@ -207,7 +210,7 @@ class Rollouts:
         return back
 
     async def leave_training(self) -> None:
-        """Never publish weights trained from the previous version, even after a kill."""
+        """Reset training, so that no weights trained from the withdrawn version are published."""
         self.inbox.post(Move(Event.BEGIN_AGAIN))
         try:
             await asyncio.to_thread(self.trainer.give_up)
@@ -221,7 +224,7 @@ class Rollouts:
         """
         if (
             is_automatic
-        ):  # noted first, because after a kill, one rollback too few is better than a second one
+        ):  # saved first, because after a kill, a missing rollback is better than a second one
             self._note_rollback(True)
         try:
             return await asyncio.to_thread(self.registry.rollback, to)

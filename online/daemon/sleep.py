@@ -21,7 +21,7 @@ class Sleeper:
         self.sleep = account.load_or_set_aside(
             load_sleep, self._path, Sleep(), "the learner is awake and measures a new reference"
         )
-        self._new_rows: list[Row] = []  # on the newest held-out requests, as last measured
+        self._new_rows: list[Row] = []  # last measurement on the newest held-out requests
 
     @property
     def num_steps_saved(self) -> int:
@@ -48,18 +48,18 @@ class Sleeper:
         return None
 
     def find_reason_to_wake(self, staleness: Staleness | None, num_waiting: int) -> str:
-        """The reason to train again on the `num_waiting` untrained records, or an empty string."""
+        """Return the reason to train on the `num_waiting` untrained records, or an empty string."""
         return self.sleep.find_reason_to_wake(
             staleness, num_waiting, self.cfg.sleep, self.cfg.training.records_per_candidate
         )
 
     def fall_asleep(self, version: str) -> None:
-        """Sleep after several candidates without a gain, if the settings ask for it."""
+        """Sleep after several candidates without a gain, if the settings enable it."""
         # Without a reference for this version, a drop in acceptance would go unnoticed.
         if self.cfg.sleep.enabled and self.sleep.version == version:
             reason = (
-                f"{self.cfg.training.patience} candidates without a gain: the served draft is "
-                "enough"
+                f"{self.cfg.training.patience} candidates without a gain: the served "
+                "draft is good enough"
             )
             self.save(self.sleep.fall_asleep(self._new_rows), version, None, reason)
 
@@ -68,7 +68,7 @@ class Sleeper:
         self.sleep = sleep
         try:
             save_sleep(sleep, self._path)
-        except OSError as error:  # a restart then forgets this much of the sleep
+        except OSError as error:  # a restart then loses only this part of the sleep
             self.account.disk_fault(error)
         self.account.staleness(
             version,

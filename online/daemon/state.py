@@ -30,8 +30,8 @@ class Phase(Enum):
 class Event(Enum):
     BEGIN = "begin"
     TRAINED = "trained"
-    FAILED = "failed"  # nothing to judge: the loss was not finite, or it was interrupted
-    BEGIN_AGAIN = "begin again"  # from the served version, with a fresh optimizer
+    FAILED = "failed"  # nothing to evaluate: the loss was not finite, or training was interrupted
+    BEGIN_AGAIN = "begin again"  # training restarts from the served version, with a fresh optimizer
     REJECTED = "rejected"
     INCONCLUSIVE = "inconclusive"
     PROMOTED = "promoted"
@@ -41,7 +41,7 @@ class Event(Enum):
     ROLLED_OUT = "rolled out"
     ROLLED_BACK = "rolled back"
     RECALLED = "recalled"  # A user or an alarm ended the rollout before it had a result.
-    HALT = "halt"  # The servers serve another target: nothing may be trained or swapped.
+    HALT = "halt"  # The servers serve a different target: nothing may be trained or swapped.
     RESUME = "resume"
 
 
@@ -81,7 +81,7 @@ class IllegalEventError(RuntimeError):
 
 
 class Move(NamedTuple):
-    """An event, the candidate it brings and the reason."""
+    """An event, with its candidate and its reason."""
 
     event: Event
     candidate: str | None = None
@@ -114,8 +114,8 @@ class State:
 
 
 AFTER_DAMAGE = State(num_looks=10, has_gone_back=True)
-"""Used if the file is lost. Until the next rollout, the gate then asks for more evidence rather
-than for less.
+"""Used if the file is lost. Until the next rollout, the gate then requires more evidence rather
+than less.
 """
 
 NEEDS_CANDIDATE = (Phase.JUDGING, Phase.PUBLISHING, Phase.CANARY, Phase.ROLLING)

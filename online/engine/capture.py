@@ -38,7 +38,7 @@ from redraft.online.records.record import Frame, encode_frame
 logger = logging.getLogger("vllm.redraft")
 
 SHIP_BYTES = 4 << 20
-SHIP_INTERVAL_S = 1.0  # at this age of the oldest record the waiting ones are shipped
+SHIP_INTERVAL_S = 1.0  # waiting records are sent when the oldest reaches this age
 GREEDY_TEMPERATURE = 1e-5  # Below this, vLLM chooses the most probable token.
 PINNED_BYTES = 8 << 20  # The buffer through which hidden states leave a GPU.
 # Maximum wait for a step, in seconds. Each wake-up takes the GIL from the engine thread.
@@ -48,7 +48,7 @@ POLL_INTERVAL_S = 0.2
 class Capture:
     """Decides which requests are recorded, and turns their steps into records.
 
-    A background thread ships the records.
+    A background thread sends the records.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Capture:
         self.draft_version = draft_version
         self.counts: Counter[str] = Counter()
         self.last_error = ""
-        self.target_version: str | None = ""  # None: unclear, so nothing is recorded
+        self.target_version: str | None = ""  # None means not yet known, so nothing is recorded
         self.kept_states = KEPT_STATES
         self.queue = StepQueue()
         self.calibration = Calibration()
@@ -79,7 +79,7 @@ class Capture:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ship all complete records, then end the thread."""
+        """Send all complete records, then end the thread."""
         # Set the flag before waking the thread, because the thread checks it when it wakes up.
         self._is_stopping.set()
         self.queue.is_due.set()
@@ -117,7 +117,8 @@ class Capture:
         """Count and log an error of capture. Serving continues without the records."""
         self.counts[f"errors_{stage}"] += 1
         message = f"{type(error).__name__}: {error}"
-        if message != self.last_error:  # the same error on every step would flood the log
+        # Logged once, because an error at every step would flood the log.
+        if message != self.last_error:
             logger.warning(
                 "capture failed (%s); serving continues without these records: %s", stage, message
             )
@@ -132,15 +133,16 @@ class Capture:
             self.report(error, stage)
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):  # a container may not allow it
+        with contextlib.suppress(OSError):  # a container may forbid this
             # Let this thread run on any core: vLLM's CPU worker pins its main thread, and new
             # threads inherit the mask.
             os.sched_setaffinity(threading.get_native_id(), range(os.cpu_count() or 1))
-        torch.set_num_threads(1)  # of this thread only: a thread pool would take the engine's cores
+        # For this thread only, because a thread pool would occupy the engine's cores.
+        torch.set_num_threads(1)
         while True:
             is_last = (
                 self._is_stopping.is_set()
-            )  # read before the queue: steps put before the stop are still taken
+            )  # read before the queue, so that steps queued before the stop are still processed
             steps: list[EngineStep] = []
             with self.guard.round("capture"):
                 steps = self.queue.take()
@@ -206,7 +208,7 @@ class Capture:
         confidences = None if confidences_BJ is None else confidences_BJ.cpu().numpy()
         first_state = 0
         for part in step.read_parts():
-            if step.ranges is not None:  # the states belong to all tokens of the step
+            if step.ranges is not None:  # the states are for all tokens of the step
                 first_state = part.first_read
             states_HLD = (
                 None
@@ -301,7 +303,7 @@ class Capture:
         # between may keep them, so the first step with the new draft verifies tokens from the old
         # draft.
         proposed_by, log.next_version = log.next_version or step.draft_version, step.draft_version
-        if log.draft_version != proposed_by:  # a record names exactly one
+        if log.draft_version != proposed_by:  # a record names exactly one draft version
             self._emit(log)
             log.draft_version = proposed_by
         if not log.append(part.start, sampled, verified):
@@ -310,8 +312,8 @@ class Capture:
             log.is_closed = True
             return
         log.add_states(states)
-        # Keep a complete log, closed, until the engine reports the end, so that no second log
-        # opens.
+        # Keep a complete log (closed) until the engine reports the end, so that no second log is
+        # opened.
         if log.is_complete:
             self._emit(log)
             log.is_closed = True
@@ -330,7 +332,9 @@ class Capture:
             if record is None:
                 return
             frame = encode_frame(record)
-        except Exception as error:  # this request is lost; an exception here would end the thread, and all recording
+        # Only this request's record is lost; an uncaught exception would end the thread and all
+        # recording.
+        except Exception as error:
             self.report(error, "encode")
             log.is_closed = True
             return
@@ -356,7 +360,7 @@ class Capture:
             self.counts["shipped_bytes"] += sum(map(len, frames))
         except (
             Exception
-        ) as error:  # e.g. a full disk: these records are lost, the next ones may fit again
+        ) as error:  # e.g. a full disk: these records are lost, but later ones may fit
             self.counts["dropped_records_spool"] += len(frames)
             self.report(error, "spool")
 

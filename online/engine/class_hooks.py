@@ -3,9 +3,9 @@
 A scheduler's step passes these wrappers, in the order of `engine.hooks`:
 
     schedule ─► sampled requests with a seed lose their draft tokens, if the number of tokens varies
-             ─► the pacer notes the start
-    update_from_output ─► requests whose drafts do not count ─► the pacer notes the result
-    post_step ─► draft tokens are taken if there are any ─► the pacer notes the end
+             ─► the pacer records the start
+    update_from_output ─► requests whose drafts do not count ─► the pacer records the result
+    post_step ─► draft tokens are fetched if there are any ─► the pacer records the end
     make_spec_decoding_stats ─► counts by domain
 """
 
@@ -59,7 +59,7 @@ def without_seeded_drafts(schedule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def pace_scheduler(init: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a scheduler's `__init__` to create a `Pacer`, if the environment asks for one."""
+    """Wrap a scheduler's `__init__` to create a `Pacer`, if the environment enables one."""
     asked = check_pace(read_settings().get("pace", "off"))
 
     def init_and_pace(scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -99,7 +99,7 @@ install_runner = after_start(lambda each: pace.install(each.model_runner))
 def take_drafts(call: Any) -> Any:
     """Wrap an engine core's `post_step` to fetch no draft tokens if the draft computed none.
 
-    Afterwards, the pacer notes the end of the step.
+    Afterwards, the pacer records the end of the step.
     """
 
     @wraps(call)
@@ -114,9 +114,9 @@ def take_drafts(call: Any) -> Any:
 
 
 def note_swaps(call: Any) -> Any:
-    """Wrap an engine core's `collective_rpc` to tell the pacer when draft or target changes."""
+    """Wrap an engine core's `collective_rpc` to notify the pacer when draft or target changes."""
 
-    @wraps(call)  # vLLM converts the arguments of a utility call by the signature
+    @wraps(call)  # vLLM converts a utility call's arguments according to the signature
     def call_and_note(engine: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
         result = call(engine, method, *args, **kwargs)
         pacer = pace.find_pacer(engine)
@@ -169,13 +169,13 @@ def count_drafts(observe: Callable[..., Any]) -> Callable[..., Any]:
 def compare_ranks(call: Any) -> Any:
     """Wrap an engine core's `collective_rpc` so that it compares the ranks afterwards.
 
-    If a load failed on only some ranks, all ranks forget the name of their weights.
+    If a load failed on only some ranks, all ranks reset the name of their weights.
 
     vLLM's own method stops at the first rank that fails. It would return the answers of later ranks
     as answers to the next call.
     """
 
-    @wraps(call)  # vLLM converts the arguments of a utility call by the signature
+    @wraps(call)  # vLLM converts a utility call's arguments according to the signature
     def call_and_compare(
         engine: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
     ) -> Any:

@@ -15,7 +15,7 @@ from redraft.online.tokens import find_token
 
 PLUGIN_NAME = "redraft"
 LOG_RECORD_BYTES = 15 << 19  # 7.5 MiB, because NATS accepts messages of up to 8 MiB.
-SPOOL_RECORD_BYTES = 32 << 20  # longer ones: a head has more tokens to attend to
+SPOOL_RECORD_BYTES = 32 << 20  # larger, so that a head has more tokens to attend to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,8 @@ class CaptureConfig(ServerSample, Recording):
         return LOG_RECORD_BYTES if self.ingest else SPOOL_RECORD_BYTES
 
 
-TABLE = "num_speculative_tokens_per_batch_size"  # vLLM's: draft tokens by batch size
+# Name of vLLM's table of draft tokens by batch size.
+TABLE = "num_speculative_tokens_per_batch_size"
 
 
 def list_arms(most: int, *, is_adaptive: bool = False) -> list[int]:

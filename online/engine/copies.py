@@ -1,8 +1,8 @@
-"""Copies of weights that vLLM makes when a draft is loaded, and reads instead of the weights.
+"""Update the copies of weights that vLLM makes and reads in place of a draft's weights.
 
-A load through vLLM's loaders leaves them as they were: the new draft would propose with a part of
-the old one. Each is refilled in place, because captured CUDA graphs hold its address. The values come
-from the checkpoint if the CPU build packs the weights away.
+vLLM's loaders do not update these copies, so after a swap the new draft would still use parts of
+the old one. Each copy is updated in place, because captured CUDA graphs contain its address. The
+values come from the checkpoint if the CPU build has packed the weights.
 
 - DFlash and DSpark compute the context keys of all layers in one product. It reads
   `_fused_kv_weight`, which holds the key and value projections of all layers, and
@@ -88,7 +88,9 @@ def refill_projections(
     for kind, buffer in (("weight", block._fused_kv_weight), ("bias", block._fused_kv_bias)):
         if (
             buffer is not None
-        ):  # there is no bias, or the layers are quantised, and vLLM projects with them
+            # There is no bias, or the layers are quantised, and vLLM projects with the layers
+            # themselves.
+        ):
             values = torch.cat(list(_list_projections(block, tensors, kind, rank, num_ranks)))
             _write(buffer, values, f"_fused_kv_{kind}")
     norms_IE = torch.stack(
@@ -108,7 +110,7 @@ def refill_columns(columns_W: Tensor, offsets_W: Tensor, logits_BV: Tensor) -> N
     columns_W.copy_(torch.arange(len(offsets_W), device=offsets_W.device) + offsets_W)
     logits_BV.fill_(
         float("-inf")
-    )  # the old ids' columns would keep the last logits of the old draft
+    )  # otherwise, the old ids' columns would keep the old draft's last logits
 
 
 def has_copies(draft: Any) -> bool:
@@ -140,7 +142,8 @@ def _list_projections(
 def _write(buffer: Tensor, values: Tensor, name: str) -> None:
     if buffer.shape != values.shape:
         raise ValueError(
-            f"vLLM's {name} is {tuple(buffer.shape)}, not {tuple(values.shape)}: restart the "
+            f"vLLM's {name} has the shape {tuple(buffer.shape)}, not {tuple(values.shape)}: "
+            "restart the "
             "server with the draft"
         )
     buffer.copy_(values)

@@ -19,9 +19,11 @@ from typing import Any, NamedTuple
 from redraft.engine.hooks import SchedulerState, find_state
 from redraft.online.records.origin import read_origin_arguments
 
-MAX_DOMAINS = 32  # counted apart; clients choose names, so further ones count together
+# Maximum number of domains counted separately, because clients choose the names; all others are
+# counted together.
+MAX_DOMAINS = 32
 OTHER = "(other)"  # Name of those.
-LOOKUP_METHODS = ("ngram", "ngram_gpu", "suffix")  # vLLM's methods without a draft model.
+LOOKUP_METHODS = ("ngram", "ngram_gpu", "suffix")  # vLLM's methods that use no draft model.
 
 Counts = dict[str, list[int]]
 """Counts by domain since the server started: [draft tokens; then for each position, the drafts that
@@ -77,7 +79,7 @@ def answer_loads(engine: Any) -> Loads:
 
 
 def is_counted(scheduler: Any, request_id: str) -> bool:
-    """Whether a draft is the served version's, and that version has read the text (`Pacer`)."""
+    """Whether the served version made the draft after reading the text (`Pacer`)."""
     state: SchedulerState = scheduler.redraft
     pacer, request = state.pacer, scheduler.requests[request_id]
     is_read = pacer is None or pacer.has_read(request_id, request)
@@ -111,7 +113,7 @@ def find_domain(counts: Counts, extra_args: dict[str, Any] | None) -> str:
     """Return the name under which a request's drafts are counted."""
     origin = read_origin_arguments(extra_args)
     domain = "" if origin is None else origin.domain
-    # Keep the name, even if no token has been verified. Further names are counted together.
+    # Keep the name, even if no token has been verified. Additional names are counted together.
     if domain not in counts and len(counts) >= MAX_DOMAINS:
         domain = OTHER
     counts.setdefault(domain, [0])

@@ -1,4 +1,4 @@
-"""Describe the costs of a draft beyond its own work, in lines for the log at the server's start."""
+"""Describe a draft's indirect costs, in lines for the log at the server's start."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,9 +7,9 @@ MEASURE = "`redraft bench` measures this draft against plain vLLM"
 
 
 def describe_cache(vllm_config: Any, share: float) -> str:
-    """Describe how many cached tokens the draft costs, and its keys' `share` of the cache."""
+    """Describe how many cached tokens the draft costs, and its `share` of the KV cache."""
     cache, speculative = vllm_config.cache_config, vllm_config.speculative_config
-    taken = f"the draft's keys take {share:.1%} of the cache"
+    taken = f"the draft takes {share:.1%} of the KV cache"
     if not cache.enable_prefix_caching:
         return f"the prefix cache is off; {taken}"
     # vLLM 0.33 includes the token after a block in the block's hash, and then drops no block.
@@ -31,8 +31,8 @@ def list_losses(vllm_config: Any, *, on_cpu: bool) -> Iterator[str]:
         return
     if not vllm_config.scheduler_config.async_scheduling:
         yield (
-            "plain vLLM may be faster: steps are not scheduled ahead, because a lookup reads each "
-            f"token before the next step: leave the lookup out (--draft head); {MEASURE}"
+            "plain vLLM may be faster: steps are not scheduled ahead, because a lookup "
+            f"reads each token before the next step: remove the lookup (--draft head); {MEASURE}"
         )
     mode = vllm_config.compilation_config.cudagraph_mode
     if not vllm_config.model_config.enforce_eager and not mode.has_full_cudagraphs():

@@ -12,7 +12,7 @@ from redraft.engine import adaptive, hooks
 from redraft.online.engine import domains
 from redraft.online.engine.pace_status import describe_pace
 
-DEATH_POLL_S = 1.0  # seconds between two checks whether the called engine is still alive
+DEATH_POLL_S = 1.0  # seconds between two checks of whether the called engine is still alive
 DEAD = "the engine has died: start this server again"
 MAX_SAID = 400  # maximum number of characters of an engine's error in an answer
 T = TypeVar("T")
@@ -103,8 +103,8 @@ class EngineCalls:
             },
             "draft_intact": all(rank["draft_intact"] for rank in ranks)
             and len({rank["draft_version"] for rank in ranks}) == 1,
-            # Also None if a trainer has not pushed to all replicas yet, or if an update failed on
-            # one rank.
+            # Also None if a trainer has not yet updated all replicas, or if an update failed on one
+            # rank.
             "target_version": versions.pop() if len(versions) == 1 else None,
             "target_intact": all(rank["target_intact"] for rank in ranks),
             "asleep": any(rank["asleep"] for rank in ranks),

@@ -27,7 +27,7 @@ from redraft.online.engine.steps import DeviceRanges, EngineStep, StepPart
 from redraft.online.records.origin import EXTRA_ARGS_KEY, Origin, read_origin_arguments
 from redraft.online.records.record import Constraint, Sampling
 
-OWNER_BYTES = 12  # bytes for a tenant, and for its salt and adapter, in the name of its live counts
+OWNER_BYTES = 12  # bytes for the tenant, and for its salt and adapter, in the name of live counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Batch:
     """The requests of a step in the runner's order, with the numbers known on the host."""
 
     infos: Sequence[RequestInfo | None]
-    """Information about each request. None for a request that is not recorded."""
+    """Information about each request. None if a request is not recorded."""
     first_reads: Sequence[int]
     """Index of each request's first token among the tokens read, with the total at the end."""
     num_drafts: Sequence[int]
@@ -69,7 +69,8 @@ class Feed:
         self.requests: dict[str, RequestInfo | None] = {}  # None: not recorded
         self.finished: list[str] = []
         self.num_new_tokens = 0  # Prompt tokens of the requests recorded since the newest step.
-        self.unread: EngineStep | None = None  # the newest step, until the draft reads its states
+        # The newest step, kept until the draft reads its states.
+        self.unread: EngineStep | None = None
         self.is_masked = False
         self.unmasked_RV: Tensor | None = None
 
@@ -104,9 +105,10 @@ class Feed:
             self.capture.queue.put(step)
 
     def keep_unmasked(self, logits_RV: Tensor, request_ids: Iterable[str]) -> None:
-        """Copy a step's logits before a grammar's mask for these requests overwrites them."""
+        """Copy a step's logits before these requests' grammar mask overwrites them."""
         if any(self.requests.get(name) for name in request_ids):
-            self.is_masked = True  # first: without memory for the copy, the step has no rows
+            # Set first, so that the step has no rows if there is no memory for the copy.
+            self.is_masked = True
             self.unmasked_RV = logits_RV.clone()
 
     def take_unmasked(self, logits_RV: Tensor | None) -> Tensor | None:
@@ -122,7 +124,7 @@ class Feed:
         """
         if self.unread is not None and self.unread.parts:
             ranges = self.unread.ranges
-            # If the device decided, it becomes known only later which request a token belongs to,
+            # If the device assigned tokens to requests, the host learns the assignment only later,
             # so copy all tokens.
             runs = [(0, ranges.num_tokens)] if ranges else _find_runs(self.unread.parts)
             states_NLD = _read_states(runs, streams_ND)
@@ -146,7 +148,7 @@ class Feed:
         ranges: DeviceRanges | None = None,
         confidences_BJ: Tensor | None = None,
     ) -> EngineStep | None:
-        """Make the step for a batch. None if it is empty.
+        """Create the step for a batch. Return None if the batch is empty.
 
         The tensors are as in `EngineStep`.
         """
@@ -154,7 +156,7 @@ class Feed:
             return self.make_empty_step()
         parts = self._list_parts(batch)
         # A step without a draft also has a row, because a learner can train a draft that was not
-        # called.
+        # run.
         num_rows = sum(part.num_drafts + 1 for part in parts if part.sampled_row is not None)
         if not num_rows or logits_RV is None:
             logits_RV = draft_ids_S = draft_probs_S = None
@@ -166,7 +168,7 @@ class Feed:
             # The copy is queued, not awaited. Without the reference, PyTorch could give the logits'
             # memory to the next step.
             largest, logits_RV = find_in_one_pass(logits_RV, self.capture.config.logprobs), None
-        # The list is handed over, because `StepQueue` may extend it in place.
+        # Pass the list itself, because `StepQueue` may extend it in place.
         finished, self.finished = self.finished, []
         num_new_tokens, self.num_new_tokens = self.num_new_tokens, 0
         return EngineStep(
@@ -184,7 +186,7 @@ class Feed:
             largest=largest,
             draft_ids_S=draft_ids_S,
             draft_probs_S=draft_probs_S,
-            computed=record_event(sampled_BK),  # after all GPU work queued for this step
+            computed=record_event(sampled_BK),  # recorded after all GPU work queued for this step
         )
 
     def _release(self) -> None:
@@ -193,7 +195,7 @@ class Feed:
             self.capture.queue.put(step)
 
     def make_empty_step(self) -> EngineStep | None:
-        """Make the step for a batch without recorded requests.
+        """Create the step for a batch without recorded requests.
 
         It reports the earlier requests that have finished; return None if there are none.
         """
@@ -227,7 +229,7 @@ class Feed:
         origin = read_origin_arguments(params.extra_args)
         if (
             origin is None
-        ):  # e.g. from a different front end: it is not known whether its client opted out
+        ):  # e.g. from a different front end, where it is unknown whether the client opted out
             self.capture.counts["skipped_requests_unmarked"] += 1
             return None
         if reason := _find_skip_reason(
@@ -326,8 +328,7 @@ def name_owner(tenant: str) -> bytes:
 
 
 def _hash(name: str) -> bytes:
-    # The hash is the same on all ranks, and too long for anyone to find a second name with the same
-    # hash.
+    # The hash is the same on all ranks, and too long for collisions to be found.
     return hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:OWNER_BYTES]
 
 

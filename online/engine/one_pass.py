@@ -23,7 +23,8 @@ from torch import Tensor
 from redraft.online.engine.steps import Largest
 
 GROUP, CHUNK = 64, 4096  # logits per group, and per program of the kernel
-ROWS_AT_ONCE = 64  # in float32, of `gather_probs` without Triton: 33 MB for a vocabulary of 128k
+# Rows of float32 logits per block in `gather_probs` without Triton: 33 MB for a vocabulary of 128k.
+ROWS_AT_ONCE = 64
 
 
 def find_in_one_pass(logits_RV: Tensor, k: int) -> Largest:
@@ -101,7 +102,7 @@ def _scan_drafts(
     num_drafts, vocab_size = len(slots_N), logits_BJV.shape[2]
     num_chunks = -(-vocab_size // CHUNK)
     peaks_NC, sums_NC = temperatures_N.new_empty(2, num_drafts, num_chunks, dtype=torch.float32)
-    if num_drafts:  # a grid without programs is an error
+    if num_drafts:  # Triton raises for an empty grid
         kernels.scan_drafts[num_drafts, num_chunks](
             logits_BJV, slots_N, steps_N, *logits_BJV.stride()[:2], temperatures_N, vocab_size, peaks_NC, sums_NC,
             num_chunks, CHUNK=CHUNK,

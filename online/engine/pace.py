@@ -41,7 +41,8 @@ CHANGING = (
 )
 """Worker calls that change the draft or the target."""
 
-READ = 0.9  # Share of a request's text that the draft must have read, for its acceptance to count.
+# Fraction of a request's text that the draft must have read before its acceptance counts.
+READ = 0.9
 
 
 def find_decider(vllm_config: Any) -> str:
@@ -54,13 +55,14 @@ def find_decider(vllm_config: Any) -> str:
         return "data-parallel replicas must draft equally many tokens: start a server per replica"
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         return (
-            "pipeline stages compute several batches in turn, and each has drafts of another step"
+            "pipeline stages compute several batches in turn, whose drafts come from different "
+            "steps"
         )
     if speculative.use_ngram_gpu() and not vllm_config.use_v2_model_runner:
         return "ngram_gpu must process every step: use ngram instead"
     is_sampled = speculative.draft_sample_method == "probabilistic"
     if is_sampled and keeps_keys(speculative) and vllm_config.model_config.enable_sleep_mode:
-        return "sampled drafts need whole keys after a sleep: leave out --enable-sleep-mode"
+        return "sampled drafts need an intact KV cache after a sleep: remove --enable-sleep-mode"
     table, own = (
         speculative.num_speculative_tokens_per_batch_size,
         make_table(
@@ -75,7 +77,7 @@ def find_decider(vllm_config: Any) -> str:
 
 def keeps_keys(speculative: Any) -> bool:
     """Whether the draft attends to its own keys of the text, so that it must have read the text."""
-    if speculative.use_gemma4_mtp():  # it attends to the target's
+    if speculative.use_gemma4_mtp():  # it attends to the target's KV cache
         return False
     return bool(speculative.use_eagle() or speculative.uses_draft_model())
 
@@ -102,11 +104,12 @@ class Pacer:
         self.most = most
         self.survey = survey
         self.has_keys = has_keys
-        self.is_adaptive = is_adaptive  # vLLM chooses how many of them are verified.
+        self.is_adaptive = is_adaptive  # Whether vLLM chooses how many draft tokens are verified.
         self.policy = Policy(most, max_requests, max_context, is_adaptive=is_adaptive)
-        self.unread: dict[str, int] = {}  # By request, answered tokens that the draft has not read.
+        # Number of output tokens that the draft has not read, by request.
+        self.unread: dict[str, int] = {}
         self._is_read = True  # Whether the draft had read most of the requests in the latest step.
-        self.memory: PaceMemory | None = None  # Keeps the policy for the next start.
+        self.memory: PaceMemory | None = None  # Saves the policy for the next start.
         self._drafted = self._verified = 0
         self._done_s = 0.0
         self._observe: Callable[[float], None] | None = None
@@ -136,7 +139,7 @@ class Pacer:
         return self._drafted
 
     def swapped(self, version: str) -> None:
-        """Note a change of the draft or the target. `version` is empty if its name is unknown."""
+        """Record a change of the draft or the target. `version` is empty if its name is unknown."""
         self.policy.swapped()
         if self.memory is not None:
             self.memory.version = version
@@ -146,18 +149,18 @@ class Pacer:
         return bool(self.unread.get(request_id, 0) <= (1 - READ) * request.num_tokens)
 
     def begin(self, output: Any, now_s: float) -> None:
-        """Note that a step has been scheduled."""
+        """Record that a step has been scheduled."""
         for request_id in (
             *output.finished_req_ids,
             *(new.req_id for new in output.scheduled_new_reqs),
         ):
-            self.unread.pop(request_id, None)  # V2 restarts a preempted request
+            self.unread.pop(request_id, None)  # the V2 runner restarts preempted requests
         self.drafts = self._drafted > 0 or (self.has_keys and reads_prompt(output))
         if output.num_scheduled_tokens:
             output.redraft = self._drafted, self._verified, now_s
 
     def end(self, output: Any, result: Any, requests: Any) -> None:
-        """Note the result of a step. The step is done when `finish` is called.
+        """Record the result of a step. The step ends when `finish` is called.
 
         `requests` contains the scheduler's requests by id, before the scheduler adds this step's
         tokens.
@@ -220,7 +223,7 @@ class Pacer:
         self._observe = observe
 
     def finish(self, now_s: float) -> None:
-        """Note that a step and the draft tokens for the next one are done."""
+        """Record the end of a step, including the draft tokens for the next one."""
         if self._observe is not None:
             self._observe(now_s)
             self._observe = None
@@ -246,7 +249,7 @@ class Pacer:
 
 
 def is_paced() -> bool:
-    """Whether the environment asks for a pace.
+    """Whether the environment sets a pace.
 
     Raises:
         ValueError: the pace is invalid.
@@ -255,7 +258,7 @@ def is_paced() -> bool:
 
 
 def install_pacer(scheduler: Any, pace: str) -> None:
-    """Install a `Pacer` in this scheduler if possible, and log what chooses the draft tokens."""
+    """Install a `Pacer` in this scheduler if possible, and log how draft tokens are chosen."""
     state = find_state(scheduler, SchedulerState)
     speculative = scheduler.vllm_config.speculative_config
     is_adaptive = bool(speculative and speculative.enable_adaptive_verification)
@@ -268,7 +271,7 @@ def install_pacer(scheduler: Any, pace: str) -> None:
             logger.warning("redraft: --pace %s is off: %s", pace, decider)
         if (
             scheduler.dynamic_sd_lookup and TABLE not in decider
-        ):  # a table of all numbers must not decide
+        ):  # vLLM must not use the table of all numbers
             scheduler.dynamic_sd_lookup = [scheduler.num_spec_tokens] * len(
                 scheduler.dynamic_sd_lookup
             )

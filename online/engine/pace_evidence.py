@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-MEMORY_STEPS = 4000  # Steps after which acceptance and times count 1/e.
+MEMORY_STEPS = 4000  # Number of steps after which the weight of acceptance and times falls to 1/e.
 # Maximum weight of the remembered acceptance at a position, in drafts.
 MEMORY_DRAFTS = 4000
 MOST_PROBES = 128  # The newest ones count.
@@ -33,16 +33,16 @@ unknown.
 """
 
 SPREAD_OFFSET, SPREAD_SLOPE = 0.12, 0.15
-"""Standard deviations of both."""
+"""Standard deviations of OFFSET and SLOPE."""
 
 OCTAVES, CONTEXT_OCTAVES = 1.5, 2.5
-"""The requests and the context lengths over which both change."""
+"""Length scales, in octaves of the requests and of the context length, over which both change."""
 
-SPREAD_ARM, ARM_OCTAVES = 0.05, 0.5  # of a number's distance from that line, e.g. by tiles
+SPREAD_ARM, ARM_OCTAVES = 0.05, 0.5  # standard deviation from that line, e.g. because of tile sizes
 
 
 class Cell(NamedTuple):
-    """Steps that are treated as equivalent."""
+    """A group of steps that are treated as equivalent."""
 
     requests: int
     """Number of decoding requests, rounded up."""
@@ -51,7 +51,7 @@ class Cell(NamedTuple):
 
 
 def list_requests(most: int) -> list[int]:
-    """Return the distinguished numbers of requests: each up to 8, then four per octave."""
+    """Return the numbers of requests that are distinguished: each up to 8, then four per octave."""
     numbers = list(range(1, 9))
     while numbers[-1] < most:
         numbers.append(numbers[-1] + (1 << (numbers[-1].bit_length() - 3)))
@@ -190,7 +190,9 @@ class Tally:
 
 
 Row = tuple[int | None, int | None]
-"""A cell. None stands for all numbers of requests, or for all context lengths."""
+"""(requests, context length) of a cell. None means any number of requests, or any context
+length.
+"""
 
 ALL: Row = (None, None)
 
@@ -229,7 +231,7 @@ class Acceptance:
         return self._found[cell][arm - 1]
 
     def fade(self, share: float) -> None:
-        """Reduce the weight of all evidence by this share."""
+        """Reduce the weight of all evidence by this fraction."""
         for tally in self.tallies.values():
             tally.scale([1 - share] * self.most)
         self._found = {}
@@ -258,7 +260,7 @@ class Acceptance:
             # The prior, which halves from token to token, counts as two drafts.
             rate = (every.hit[i] + 2 * 0.5 ** (i + 1)) / (every.tried[i] + 2)
             # A draft is accepted less often in long texts, and a lookup may propose fewer tokens if
-            # there are many requests. Both shift the acceptance of all drafts.
+            # there are many requests. Both change the acceptance of all drafts.
             near = sum(weight * tally.tried[i] for weight, tally in others)
             near_hit = sum(weight * tally.hit[i] for weight, tally in others)
             by_context = _pool(long, i, (near_hit + 2 * rate) / (near + 2))
@@ -272,5 +274,5 @@ class Acceptance:
 
 
 def _pool(tally: Tally, position: int, otherwise: float) -> float:
-    """Return the rate at a position. `otherwise` counts as much as POOL drafts."""
+    """Return the rate at a position. The prior `otherwise` has the weight of POOL drafts."""
     return (tally.hit[position] + POOL * otherwise) / (tally.tried[position] + POOL)

@@ -2,9 +2,9 @@
 
     REGISTRY/pace-KEY.json     KEY: machine, engine, target, and the draft's settings
 
-Step times depend on the machine, the engine and the draft's shape, so estimates made with others
-are not read. Acceptance belongs to one version; for a different version, it is treated as after a
-swap.
+Step times depend on the machine, the engine and the draft's shape, so estimates for other
+configurations are not read. Acceptance belongs to one version; for a different version, it is
+treated as after a swap.
 """
 
 import hashlib
@@ -86,7 +86,7 @@ class PaceMemory:
             logger.warning(
                 "redraft: --pace cannot save its estimates for the next start: %s", error
             )
-            self._saved_s = float("inf")  # once: it would fail again
+            self._saved_s = float("inf")  # logged once, because later attempts would fail too
 
     def _hash_draft(self) -> str:
         with suppress(OSError):
@@ -95,9 +95,9 @@ class PaceMemory:
 
 
 def open_memory(registry: Path | None, vllm_config: Any) -> PaceMemory | None:
-    """Open a server's memory.
+    """Open a server's stored policy.
 
-    None if there is no registry, or if the model cannot be identified.
+    Return None if there is no registry, or if the model cannot be identified.
     """
     if registry is None:
         return None

@@ -39,14 +39,19 @@ from redraft.online.engine.pace_evidence import (
     list_requests,
 )
 
-SHARE = 0.0082  # Part of the busy time for probes.
-MOST_STEPS = 16  # in steps: the time on the account at the start, and its maximum
-STEPS, AROUND = 5, 12  # Steady steps of a probe, and steps without a probe on both sides.
-MARGIN = 0.015  # Relative gain for which the base changes.
-DOUBT = 1.6  # Standard errors by which an arm may be better than it looks, to be worth a probe.
-OFF_AFTER = 2  # probes of others, then off is due: only off shows whether drafting pays
-KNOWN = 4  # Steps with an arm in a cell, after which the mean time is a reference.
-FADE_STEPS = 100  # Steps between two times at which knowledge fades.
+SHARE = 0.0082  # Maximum fraction of the busy time for probes.
+MOST_STEPS = 16  # initial and maximum time on the account, in steps
+# Number of steady steps in a probe, and of steps without a probe before and after it.
+STEPS, AROUND = 5, 12
+MARGIN = 0.015  # Minimum relative gain for a change of the base.
+# Number of standard errors added to an arm's estimate to decide whether it is worth a probe.
+DOUBT = 1.6
+# Maximum number of probes of other arms before one of off, because only off shows whether drafting
+# pays.
+OFF_AFTER = 2
+# Minimum number of steps with an arm in a cell before their mean time is used as a reference.
+KNOWN = 4
+FADE_STEPS = 100  # Number of steps after which the weight of old evidence is reduced.
 
 
 @dataclass
@@ -63,7 +68,7 @@ class Level:
 
 @dataclass
 class Running:
-    """A probe that has begun."""
+    """A probe in progress."""
 
     arm: int
     before: float
@@ -100,7 +105,7 @@ OFF = Speed(1.0, 0.0)
 
 @dataclass
 class Times:
-    """Time of recent steps, and the time that their tokens would have taken with off."""
+    """Time of recent steps, and the time that their tokens would have taken without drafts."""
 
     spent_s: float = 0.0
     off_s: float = 0.0
@@ -123,11 +128,11 @@ class Times:
 
 @dataclass(frozen=True)
 class Known:
-    """A policy's knowledge, which a policy with the same arms and cells can restore."""
+    """A policy's estimates, which a policy with the same arms and cells can restore."""
 
     probes: list[Probe]
     accepted: list[tuple[int | None, int | None, list[float], list[float]]]
-    """For each position: row, number of drafts tried, and number accepted."""
+    """For each position: its row, the number of drafts tried and the number accepted."""
 
 
 class Policy:
@@ -142,7 +147,7 @@ class Policy:
         self.steps: defaultdict[Cell, int] = defaultdict(int)
         self.times, self.accepted = StepTimes(self.arms), Acceptance(most, self.contexts)
         self.recent = Times()
-        self.account_s = math.inf  # and so the maximum, at the first update
+        self.account_s = math.inf  # also the maximum, which the first update sets
         self.lost_s = self.busy_s = 0.0
         self.num_probes = 0
         self._levels: defaultdict[tuple[Cell, int], Level] = defaultdict(Level)
@@ -191,14 +196,14 @@ class Policy:
         return Speed(tau / x, math.hypot(error, tau_error / tau))
 
     def known(self) -> Known:
-        """Return the knowledge that this server's next start can use."""
+        """Return the estimates for this server's next start."""
         rows = [
             (*row, [*tally.tried], [*tally.hit]) for row, tally in self.accepted.tallies.items()
         ]
         return Known([replace(probe) for probe in self.times.probes], rows)
 
     def recall(self, known: Known) -> None:
-        """Restore another policy's knowledge.
+        """Restore another policy's estimates.
 
         Raises:
             ValueError: it belongs to different arms or cells, or contains impossible numbers.
@@ -237,7 +242,7 @@ class Policy:
         if base and own.mean < 1:
             base, own = 0, OFF
         # An arm must beat off even if it is one standard error worse than estimated, so that
-        # nothing is drafted on credit.
+        # drafting starts only with evidence.
         sure = [arm for arm in self.arms[1:] if self.speed(cell, arm).at(-1) > 1]
         best = max(sure, key=lambda arm: self.speed(cell, arm).mean, default=base)
         if self.speed(cell, best).mean > own.mean * (1 + MARGIN):
@@ -363,7 +368,7 @@ class Policy:
         base = self.base[cell]
         if self._is_known(cell, base):
             base_s = self._base_s(cell)
-        else:  # of a cell that the load has just entered, as estimated
+        else:  # estimated, if the load has just entered the cell
             base_s = seconds * self._x(cell, base) / self._x(cell, arm)
         loss_s = min(seconds, 3 * base_s) - base_s * tokens / self.accepted.find(cell, base)[0]
         self.account_s -= loss_s
@@ -423,7 +428,7 @@ class Policy:
 def _typical(values: Sequence[float] | deque[float]) -> float:
     """Return the mean, with outliers clipped at a distance of 0.4 from the median.
 
-    A stall says nothing about an arm.
+    A stall is no evidence about an arm.
     """
     median = sorted(values)[len(values) // 2]
     return sum(max(median - 0.4, min(median + 0.4, value)) for value in values) / len(values)

@@ -8,7 +8,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 from redraft.engine.counters import read_samples
 from redraft.online.engine.pace_policy import BOUNDS
 
-GAUGES = "redraft_pace_"  # Beginning of the names of the gauges.
+GAUGES = "redraft_pace_"  # Prefix of the gauges' names.
 SHOWN_CELLS = 6  # maximum number of cells in a line: those with the most steps
 
 
@@ -37,7 +37,7 @@ def describe_pace(found: Mapping[str, Any]) -> str:
 
 
 class PaceMetrics:
-    """A pacer's status on vLLM's /metrics."""
+    """A pacer's status as gauges on vLLM's /metrics page."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         def make(name: str, text: str, *labels: str) -> Gauge:
@@ -46,19 +46,27 @@ class PaceMetrics:
             )
 
         cell = ("requests", "context")
-        self._tokens = make("tokens", "Draft tokens chosen, by requests and their length", *cell)
+        self._tokens = make(
+            "tokens",
+            "Number of draft tokens chosen, by number of requests and context length",
+            *cell,
+        )
         self._speed = make(
             "speed_ratio",
-            "Speed of steps without prompts, against no draft, and the 95% interval",
+            "Speed relative to no draft in steps that read no prompt, with its 95% interval",
             *cell,
             "bound",
         )
         self._gain = make(
-            "gain_ratio", "Speed against no draft, prompts included, and the 95% interval", "bound"
+            "gain_ratio",
+            "Speed relative to no draft, including steps that read prompts, with its 95% interval",
+            "bound",
         )
-        self._explored = make("explored_ratio", "Share of the time lost in probes")
+        self._explored = make("explored_ratio", "Fraction of the time lost in probes")
         self._adaptive = make("adaptive", "1 if vLLM chooses how many draft tokens it verifies")
-        self._fixed = make("fixed_tokens", "Draft tokens of every step; -1: chosen by step")
+        self._fixed = make(
+            "fixed_tokens", "Fixed number of draft tokens per step; -1 if it is chosen in each step"
+        )
         self._fixed.set(-1)
 
     def show(self, found: Mapping[str, Any]) -> None:
@@ -75,7 +83,7 @@ class PaceMetrics:
 
 
 def read_gauges(metrics: str) -> dict[str, Any] | None:
-    """Read the status from a /metrics page. None without a pacer."""
+    """Read the status from a /metrics page. Return None if the server has no pacer."""
     cells: dict[tuple[int, int], dict[str, float]] = {}
     found: dict[str, Any] = {"pace": "auto", "gain": {}}
     for sample in read_samples(metrics, GAUGES):
@@ -89,6 +97,6 @@ def read_gauges(metrics: str) -> dict[str, Any] | None:
             found["explored"] = sample.value
         elif sample.name == f"{GAUGES}adaptive":
             found |= {"adaptive": True} if sample.value else {}
-        elif sample.value >= 0:  # values of the cells are from before
+        elif sample.value >= 0:  # the gauges of these cells are outdated
             return found | {"pace": f"{sample.value:g}", "cells": []}
     return found | {"cells": list(cells.values())} if cells else None

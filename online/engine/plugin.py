@@ -15,9 +15,9 @@ logger = logging.getLogger("vllm.redraft")
 def register() -> None:
     """Install every feature that this server requests, by wrapping vLLM's functions.
 
-    It does nothing unless VLLM_PLUGINS names redraft. It raises no error, because an exception
-    would keep vLLM from starting. If a feature fails, e.g. because this version of vLLM lacks a
-    name, the error is logged.
+    It does nothing unless VLLM_PLUGINS names redraft. It never raises, because an exception would
+    keep vLLM from starting. If a feature fails, e.g. because this version of vLLM lacks a name, the
+    error is logged.
     """
     if not is_enabled():
         return

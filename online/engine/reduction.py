@@ -109,7 +109,7 @@ def _join(largest: Sequence[Largest]) -> Rows:
 
 def _get_draft_probs(step: EngineStep) -> Tensor:
     assert step.draft_ids_S is not None
-    if step.draft_probs_S is None:  # drafted greedily, unlike other steps of this batch
+    if step.draft_probs_S is None:  # this step was drafted greedily, unlike others in the batch
         return torch.ones_like(step.draft_ids_S, dtype=torch.float32)
     return step.draft_probs_S.float()
 

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from redraft.online.records.record import Constraint, Record, Sampling
 from redraft.online.records.states import SCALE_BYTES
 
-SEGMENT_ROWS = 512  # a long answer is shipped in segments: the learner need not wait
+# A long answer is sent in segments, so that the learner need not wait for its end.
+SEGMENT_ROWS = 512
 
 # Position, branch, draft, probability and log-sum-exp take 4 bytes each, and `accepted` one.
-ROW_BYTES = 21  # of a row in a record, without the top-k
+ROW_BYTES = 21  # size of a row in a record, without the top-k
 
 KEPT_STATES = 64
 """Number of hidden states that a segment repeats from the previous one, so that its first rows can
@@ -236,8 +237,7 @@ class RequestLog:
 
         The call starts the next segment.
         """
-        # 1. First, compute what depends on the rows: `_state_budget` counts them, and they are
-        # dropped later.
+        # 1. First, compute everything that depends on the rows, because they are dropped below.
         columns = self._collect_columns()
         states = join_states(
             self.states, len(self.info.prompt_ids) + len(self.output), self._state_budget()
@@ -291,7 +291,7 @@ class RequestLog:
             states.within(0, first_lost) for states in self.states if states.begin < first_lost
         ]
         self._num_state_bytes = sum(states.num_bytes for states in self.states)
-        # An earlier record may contain more text than remains. The receiver truncates it at the
+        # An earlier record may contain text that was discarded. The receiver truncates it at the
         # next `context_begin`.
         self.num_shipped, self.num_sent = (
             min(self.num_shipped, begin),
@@ -336,8 +336,8 @@ def _join_columns(steps: Sequence[VerifiedStep]) -> dict[str, NDArray[Any]]:
     has_draft_R[last_R] = False
     drafts_R[has_draft_R] = np.concatenate([step.draft_ids for step in steps])
     draft_probs_R[has_draft_R] = np.concatenate([step.draft_probs for step in steps])
-    # Row i follows i draft tokens. The accepted ones are text. Each one after them leads further
-    # into the rejected branch.
+    # Row i follows i draft tokens. The accepted tokens are part of the text. Each later one leads
+    # further into the rejected branch.
     return {
         "row_positions": start_R + index_R,
         "row_branches": np.maximum(0, index_R - num_accepted_R),

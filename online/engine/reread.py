@@ -1,9 +1,10 @@
-"""After a swap, let a standalone draft reread the served text; the target's keys stay unchanged.
+"""Let a standalone draft reread the served text after a swap.
 
-Target and draft keep their keys in the same blocks. The new draft's keys are missing in all blocks
-written before the swap, including blocks that a later request finds in the prefix cache. Before
-each step, the draft rereads the text of the step's requests from the first such block on. It reads
-at most as many tokens as a step may have. The target rereads nothing.
+The target's KV cache stays unchanged. Target and draft keep their keys and values in the same
+blocks. Those of the new draft are missing in all blocks written before the swap, including blocks
+that a later request finds in the prefix cache. Before each step, the draft rereads the text of the
+step's requests from the first such block on. It reads at most as many tokens as a step may have.
+The target rereads nothing.
 
 A head cannot do this, because it would need the target's hidden states for that text, which vLLM
 does not keep.
@@ -22,7 +23,8 @@ from torch import Tensor
 
 logger = logging.getLogger("vllm.redraft")
 
-Agree = Callable[[bool], bool]  # whether all tensor-parallel ranks agree; all must call it
+# Whether the argument is true on all tensor-parallel ranks; every rank must call it.
+Agree = Callable[[bool], bool]
 
 ReadText = Callable[[str, int, int], Sequence[int] | Tensor]  # (request, from, to) -> known tokens
 
@@ -54,7 +56,8 @@ class Ledger:
         """
         self.group, self.block_size = group, block_size
         self.requests: dict[str, _Request] = {}
-        self.fresh: set[int] | None = None  # None until the first swap: all blocks are.
+        # None until the first swap, because until then the served draft has written all blocks.
+        self.fresh: set[int] | None = None
 
     def forget(self) -> None:
         """Treat all blocks as written by a different draft."""
@@ -168,10 +171,10 @@ class Rereader:
                 self._follow(scheduler_output)
             except (
                 Exception
-            ) as error:  # old keys cost acceptance, an exception would end the server
+            ) as error:  # outdated keys only cost acceptance, but an exception would end the server
                 if (
                     self._is_among_ranks
-                ):  # the other ranks are in the pass, which would never end without this one
+                ):  # the other ranks are in the pass, and would wait for this one forever
                     raise
                 logger.exception("redraft: the draft no longer rereads text after a swap")
                 self.error = f"{type(error).__name__}: {error}"
@@ -184,7 +187,7 @@ class Rereader:
         spans = self.ledger.choose(computed, max(self.max_tokens, self.ledger.block_size))
         if (
             sum(span.end - span.begin for span in spans) > self.max_tokens
-        ):  # a single block, longer than a step may be
+        ):  # a single block that exceeds a step's token limit
             for first in range(spans[0].begin, spans[0].end, self.max_tokens):
                 self.read(
                     [replace(spans[0], begin=first, end=min(first + self.max_tokens, spans[0].end))]
@@ -299,7 +302,7 @@ class Rereader:
 def agree_on_ranks(ok: bool) -> bool:
     """Return an `Agree` over vLLM's tensor-parallel group, on the host.
 
-    So a rank whose GPU is out of memory can still report this.
+    A rank whose GPU is out of memory can therefore still report this.
     """
     from vllm.distributed import get_tp_group
 
@@ -322,8 +325,9 @@ def _require_plain_keys(proposer: Any, groups: Sequence[Any]) -> None:
         "with a window over its keys": any(
             getattr(group.kv_cache_spec, "sliding_window", None) for group in groups
         ),
-        "with keys of several ranks in one text": parallel.decode_context_parallel_size > 1,
-        "beside experts that replicas share": parallel.is_moe_model
+        "with one text's KV cache split over several ranks": parallel.decode_context_parallel_size
+        > 1,
+        "together with experts that replicas share": parallel.is_moe_model
         and parallel.data_parallel_size > 1,
         "with another vocabulary": getattr(proposer, "vocab_mapping", None) is not None,
         "with positions in several dimensions": getattr(proposer, "uses_mrope", False),

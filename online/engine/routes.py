@@ -55,7 +55,9 @@ class BeforeMetrics:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].rstrip("/") == "/metrics":
-            with suppress(Exception):  # the other metrics matter more, e.g. those of a dead engine
+            # Answer without these, because the other metrics are still needed, e.g. after an engine
+            # died.
+            with suppress(Exception):
                 await asyncio.wait_for(self.call(), PACE_TIMEOUT_S)
         await self.app(scope, receive, send)
 
@@ -69,7 +71,7 @@ class Endpoint:
     def __init__(self) -> None:
         self.config = read_config()
         self.notes: list[str] = []
-        """Flags of this server, probably mistakes."""
+        """Flags of this server that are probably mistakes."""
         self.swaps: Swaps
 
     def attach_router(self, app: FastAPI) -> None:
@@ -206,8 +208,8 @@ def _parse(body: Any) -> Asked:
     """
     manifest_sha256, registry = body.get("manifest_sha256") or "", body.get("registry") or ""
     if not isinstance(manifest_sha256, str) or not isinstance(registry, str):
-        raise TypeError("a hash and an id must be strings")
-    # A version that is not a string is one that the registry does not have.
+        raise TypeError("manifest_sha256 and registry must be strings")
+    # A version that is not a string fails later, because the registry does not contain it.
     return Asked(version=str(body["version"]), manifest_sha256=manifest_sha256, registry=registry)
 
 
@@ -219,9 +221,9 @@ def _parse_move(body: Any) -> Move:
     """
     label, folder, draft = (body.get(name) or "" for name in ("version", "path", "draft"))
     if not all(isinstance(each, str) for each in (label, folder, draft)):
-        raise TypeError("a name, a path and a draft must be strings")
+        raise TypeError("version, path and draft must be strings")
     if not label and not folder:
-        raise ValueError("give a name or a path")
+        raise ValueError("give a version or a path")
     return Move(folder=folder, label=label, draft=draft)
 
 
@@ -232,7 +234,7 @@ def authorize(request: Request, config: PluginConfig) -> None:
         HTTPException: 403 for another machine, 503 if no token is configured, 401 for a wrong
             token.
     """
-    # no client: a Unix socket
+    # a Unix socket has no client address
     if not config.allow_remote and request.client and not is_local(request.client.host):
         raise HTTPException(
             403,
@@ -244,7 +246,7 @@ def authorize(request: Request, config: PluginConfig) -> None:
             "no token: start the server with `redraft serve --token-file FILE` or REDRAFT_TOKEN",
         )
     given = request.headers.get("authorization", "")
-    # As bytes: `compare_digest` raises for a string that is not ASCII.
+    # Compare bytes, because `compare_digest` raises for a non-ASCII string.
     if not hmac.compare_digest(given.encode(), f"Bearer {config.token}".encode()):
         raise HTTPException(
             401, "wrong or missing bearer token", headers={"WWW-Authenticate": "Bearer"}

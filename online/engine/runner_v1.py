@@ -1,6 +1,6 @@
 """Hooks on an instance of vLLM's V1 model runner.
 
-No other file knows its method names.
+No other file uses its method names.
 
 In `_sample(logits, metadata)`, a step's target logits, draft tokens and sampled tokens are all
 available. Each hook calls the runner's method, keeps references to the tensors, and returns the
@@ -146,7 +146,7 @@ class _Hooks:
             if state is not None and grammar_output is not None:
                 asked, requests = grammar_output.structured_output_request_ids, self.runner.requests
                 names = [name for name in asked if name in requests]
-                for name in names:  # new ones are not decided yet
+                for name in names:  # the new tokens have not been sampled yet
                     self.feed.add(requests[name])
                 self.feed.keep_unmasked(state.logits, names)
         return self._sample_tokens(grammar_output)
@@ -175,7 +175,7 @@ class _Hooks:
             # GPU.
             kept_RV = self.feed.take_unmasked(kept_RV)
             self.feed.put(self._make_step(infos, kept_RV, metadata, output.sampled_token_ids))
-        self.step_draft_probs_SV = None  # as large as the logits
+        self.step_draft_probs_SV = None  # freed, because it is as large as the logits
         return output
 
     def propose(self, *args: Any, **kwargs: Any) -> Any:
@@ -198,8 +198,8 @@ class _Hooks:
         self._request_removed(request_id, state)
         with self.capture.reporting("hook"):
             self.feed.end(request_id)
-            # Check even if this request was not recorded, because it may be the last one to be
-            # sent.
+            # Check this even if the request was not recorded, because the hook may hold the last
+            # finished requests.
             if not self.runner.requests:
                 self.feed.flush()
 
@@ -210,7 +210,7 @@ class _Hooks:
         metadata: Any,
         sampled_BK: Tensor,
     ) -> EngineStep | None:
-        if not any(infos):  # most steps, if only a fraction of the requests is recorded
+        if not any(infos):  # the usual case if only a fraction of the requests is recorded
             return self.feed.make_empty_step()
         runner = self.runner
         count = runner.input_batch.num_reqs
@@ -281,7 +281,7 @@ def install_pace(runner: Any, *, has_keys: bool) -> None:
                     scheduled = replace(scheduled, num_spec_tokens_to_schedule=asked)
                 found = propose(scheduled, sampled, *rest)
             if not number and lookup:
-                lookup.skip()  # live counts learn; no draft awaits a verdict
+                lookup.skip()  # live counts learn from this step, but no draft is verified
             return (
                 [tokens[:number] for tokens in found]
                 if isinstance(found, list)

@@ -1,6 +1,6 @@
 """Hooks on an instance of vLLM's V2 model runner.
 
-No other file knows its names.
+No other file uses its names.
 
 The logits of a step are local to `GPUModelRunner.sample`. The hooks therefore watch the two
 callables that receive them: `sampler` in a step without drafts, `rejection_sampler` in other steps.
@@ -73,7 +73,7 @@ def _require_plain_batches(runner: Any) -> None:
 
 
 def install_proposers(runner: Any) -> None:
-    """Tell the scheduler which draft tokens were looked up, or how many were admitted.
+    """Report to the scheduler which draft tokens were looked up, or how many were admitted.
 
     Tokens are admitted under adaptive verification, and a server never has both features.
     """
@@ -310,7 +310,7 @@ class _Hooks:
         If the draft reads hidden states of the target's layers, the arguments include these too.
         """
         with self.capture.reporting("hidden_states"):
-            if not options.get("dummy_run"):  # dummy runs pass arguments by keyword
+            if not options.get("dummy_run"):  # dummy runs pass their arguments by keyword
                 last_ND, layers = args[3:5]
                 self.feed.put_states(layers or [last_ND])
         return self._propose(*args, **options)
@@ -318,12 +318,12 @@ class _Hooks:
     def _make_step(
         self, output: Any, logits_RV: Tensor | None, batch: Any, draft_logits: Tensor | None
     ) -> EngineStep | None:
-        """Make the step for a batch.
+        """Create the step for a batch.
 
         A reference to the logits is enough, because V2's samplers change a copy.
         """
         infos = [self.feed.requests.get(request_id) for request_id in batch.req_ids]
-        if not any(infos):  # most steps, if only a fraction of the requests is recorded
+        if not any(infos):  # the usual case if only a fraction of the requests is recorded
             return self.feed.make_empty_step()
         # 1. Read the host's state. These are numpy arrays, so `tolist` does not wait.
         count = batch.num_reqs
@@ -332,7 +332,7 @@ class _Hooks:
         is_drafted = num_drafts_B is not None and batch.num_draft_tokens
         num_drafts = num_drafts_B.tolist() if is_drafted else [0] * count
         ranges = None
-        if batch.num_draft_tokens < sum(num_drafts):  # adaptive verification has left some out
+        if batch.num_draft_tokens < sum(num_drafts):  # adaptive verification has omitted some
             # Copy them, because the next step writes to the same buffers.
             rows_B1, reads_B1 = batch.cu_num_logits, batch.query_start_loc[: count + 1]
             ranges = DeviceRanges(rows_B1.clone(), reads_B1.clone(), batch.num_tokens)
@@ -354,7 +354,7 @@ class _Hooks:
             first_rows=first_rows,
             first_drafts=[
                 row + 1 for row in first_rows
-            ],  # of the ids read for the rows; the first is no draft
+            ],  # range of the ids read for the rows; the first id is not a draft token
             # This is correct while a prompt is read. `starts_B` has the values for other steps.
             starts=num_prefilled_B.tolist(),
             is_partial=(num_prefilled_B < batch.prefill_len_np[:count]).tolist(),
@@ -370,7 +370,7 @@ class _Hooks:
                 draft_probs_S=None,
             )
         # 3. Read on the device, queued before the next step overwrites `input_ids` and `positions`.
-        read_ids_R = batch.input_ids[batch.logits_indices]  # copies, as all of these
+        read_ids_R = batch.input_ids[batch.logits_indices]  # indexing makes copies, here and below
         first_rows_B = batch.cu_num_logits[:count].long()
         return self.feed.make_step(
             known,

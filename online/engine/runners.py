@@ -36,7 +36,7 @@ def find_runner(runner: object) -> Runner | None:
 def describe_runner(
     version: Runner | None, vllm_config: Any, environment: Mapping[str, str] = os.environ
 ) -> str:
-    """Describe in one line which runner serves and, if it is not V2, why."""
+    """Describe in one line which model runner serves and, if it is not V2, why."""
     if version is None:
         return "unknown model runner"
     return (
@@ -53,13 +53,13 @@ def _explain_v1(vllm_config: Any, environment: Mapping[str, str]) -> str:
     parallel = bool(speculative and speculative.parallel_drafting)
     family = find_method(speculative.method, parallel_drafting=parallel) if speculative else None
     if family is not None and "v2" not in family.decoders:
-        return f"only this one serves {family.title}"
-    # These are PARD and other drafts without a row. DFlash and DSpark draft in parallel too, but V2
-    # serves them (vllm/config/vllm.py).
+        return f"only this runner serves {family.title}"
+    # These are PARD and other drafts that have no row in the catalog. DFlash and DSpark draft in
+    # parallel too, but V2 serves them (vllm/config/vllm.py).
     if parallel and (family is None or family.parity != "block"):
-        return "only this one serves drafts that propose in parallel"
+        return "only this runner serves drafts that propose in parallel"
     if speculative and getattr(speculative, "use_heterogeneous_vocab", False):
-        return "only this one serves drafts with another vocabulary"
+        return "only this runner serves drafts whose vocabulary differs from the target's"
     return "chosen by vLLM"
 
 

@@ -1,4 +1,4 @@
-"""Triton kernels of capture's hook. The module is imported only if Triton is installed.
+"""Triton kernels for the capture hook. The module is imported only if Triton is installed.
 
 R = rows, V = vocabulary, C = chunks of a row, K = kept ids, N = draft tokens.
 """
@@ -67,7 +67,7 @@ def scan_drafts(
 @triton.jit
 def store_sum(peaks, sums, place, values, peak):
     """Store a chunk's maximum, `peak`, and its sum of exp(value - maximum)."""
-    # A chunk that has only -inf would give NaN.
+    # A chunk that contains only -inf would give NaN.
     peak = tl.where(peak == -float("inf"), 0.0, peak)
     tl.store(peaks + place, peak)
     tl.store(sums + place, tl.sum(tl.exp(values - peak), axis=0))

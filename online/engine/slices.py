@@ -45,7 +45,8 @@ class Slice:
         return Slice(self.dim, first, max(self.first + self.size, other.first + other.size) - first)
 
 
-Slices = Mapping[str, Slice]  # by the checkpoint's names; a missing tensor is read whole
+# Keyed by the checkpoint's tensor names; a tensor without an entry is read whole.
+Slices = Mapping[str, Slice]
 
 
 def trace_slices(draft: nn.Module, target: nn.Module, tensors: Mapping[str, Tensor]) -> Slices:
@@ -54,7 +55,7 @@ def trace_slices(draft: nn.Module, target: nn.Module, tensors: Mapping[str, Tens
     The tensors need no memory. The result is empty if the loaders do not run on a draft without
     memory. The draft itself stays unchanged.
     """
-    if has_copies(draft):  # vLLM reads the tensors for them in its own way
+    if has_copies(draft):  # vLLM reads these tensors through its own loaders
         return {}
     taken: dict[str, list[Slice | None]] = {name: [] for name in tensors}
     shared = {id(module) for module in target.modules()}
@@ -65,7 +66,7 @@ def trace_slices(draft: nn.Module, target: nn.Module, tensors: Mapping[str, Tens
                 (name, Sliced.of(tensor.to("meta"), _note(taken[name]), tensor.shape))
                 for name, tensor in tensors.items()
             )
-    except Exception as error:  # a loader may do anything with a tensor; whole tensors always load
+    except Exception as error:  # a loader may use unsupported operations; whole tensors always load
         logger.info(
             "redraft: a swap reads the whole draft on each rank (%s: %s)",
             type(error).__name__,
@@ -87,7 +88,7 @@ def _note(taken: list[Slice | None]) -> Callable[[Tensor, Slice | None], Tensor]
 def _join(slices: Iterable[Slice | None]) -> Slice | None:
     """Return the smallest slice that contains all.
 
-    None for the whole tensor, or if nothing was read.
+    None means the whole tensor, or that nothing was read.
     """
     joined: Slice | None = None
     for one in slices:
@@ -164,11 +165,11 @@ class Sliced(Tensor):
         def read(view: Tensor, wanted: Slice | None) -> Tensor:
             if wanted is None or wanted.dim != part.dim:
                 raise ValueError(
-                    f"a loader reads {wanted or 'all'} of a tensor of which {part} was staged"
+                    f"a loader reads {wanted or 'all'} of a tensor, but only {part} was staged"
                 )
             begin = wanted.first - part.first
             if begin < 0 or begin + wanted.size > part.size:
-                raise ValueError(f"a loader reads {wanted} of a tensor of which {part} was staged")
+                raise ValueError(f"a loader reads {wanted} of a tensor, but only {part} was staged")
             return values.narrow(part.dim, begin, wanted.size).view(view.shape)
 
         return Sliced.of(torch.empty(*whole, dtype=values.dtype, device="meta"), read, whole)

@@ -1,6 +1,6 @@
 """Read a draft from the registry into the worker's memory.
 
-A thread reads it, so hung storage stops nothing else.
+A separate thread reads it, so hung storage blocks nothing else.
 
     stage ─► thread: manifest, layout, this rank's slices into memory, SHA-256 of this rank's files ─► done, or an error
     load  ─► copies from memory into the draft, while the engine is paused
@@ -8,7 +8,7 @@ A thread reads it, so hung storage stops nothing else.
 
 The memory is anonymous: no page of it is backed by the storage. Python reads the files, so the
 engine thread can run meanwhile. A page fault on hung storage would stop both. For a GPU, the memory
-is one pinned buffer, from which the paused engine takes the weights several times as fast. The
+is one pinned buffer, from which the paused engine copies the weights several times as fast. The
 buffer is created at start and used by every swap, because pinning takes the driver's lock and would
 block the engine's kernel launches.
 
@@ -120,7 +120,7 @@ class HostMemory:
 
 
 def pin_on(device: torch.device) -> Callable[[Tensor], None] | None:
-    """Return a function that pins memory for a GPU. None for any other device."""
+    """Return a function that pins memory for a GPU. Return None for any other device."""
     if device.type != "cuda":
         return None
 
@@ -244,7 +244,8 @@ class Staging:
         """
         self.folder = folder
         self.layout: Layout | None = None  # The draft's layout; None until the read is done.
-        self.tensors: dict[str, Tensor] = {}  # outside the shared modules; empty until done
+        # The draft's tensors outside the shared modules; empty until the read is done.
+        self.tensors: dict[str, Tensor] = {}
         self.manifest_sha256 = ""  # SHA-256 of the folder's manifest; empty if it has none.
         self.error = ""
         self.is_damaged = False  # Whether `error` is about damaged or unreadable files.
@@ -367,7 +368,7 @@ class Staging:
     def _free(self) -> None:
         self.tensors = {}
         with self._lock:
-            # Taken under the lock, so that the memory is given back only once.
+            # Read under the lock, so that the memory is returned only once.
             buffer, self._buffer = self._buffer, None
         if buffer is not None:
             self._memory.give_back(buffer)
@@ -414,7 +415,10 @@ class _Reader:
             self._staging.bytes_read += num_bytes
 
     def finish(self, size: int) -> str:
-        """Read up to the file's end at `size`, and return the SHA-256. Empty without a digest."""
+        """Read up to the file's end at `size`, and return the SHA-256.
+
+        Return an empty string without a digest.
+        """
         if self._digest is None:
             return ""
         self.go_to(size)

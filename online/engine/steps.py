@@ -19,8 +19,9 @@ from torch import Tensor
 
 from redraft.online.engine.request_log import RequestInfo
 
-MAX_QUEUED_BYTES = 256 << 20  # of tensors for the thread: device memory the engine lacks
-MAX_QUEUED_STEPS = 512  # Bound on steps that wait with rows.
+# Maximum bytes of tensors that wait for the thread; on a GPU, the engine cannot use this memory.
+MAX_QUEUED_BYTES = 256 << 20
+MAX_QUEUED_STEPS = 512  # Maximum number of waiting steps with rows.
 # Maximum number of waiting steps. Most of them are light: tokens without rows and states.
 MAX_LIGHT_STEPS = 8192
 
@@ -34,7 +35,7 @@ STEP_BYTES, PART_BYTES, TOKEN_BYTES = 1024, 320, 40
 and for one prompt token.
 """
 
-REDUCED_BYTES = 4 << 20  # steps reduced together: the fixed cost of a call becomes small
+REDUCED_BYTES = 4 << 20  # bytes of steps reduced in one call, to amortise its fixed cost
 
 
 # A struct instead of a dataclass, because the engine thread creates one per request and step, and a
@@ -127,7 +128,7 @@ class EngineStep:
     ended request keep its prompt in memory.
     """
     computed: torch.cuda.Event | None = None
-    """Event on the engine's stream after the computation. None on a CPU."""
+    """Event on the engine's stream after the computation. None if there is no GPU."""
 
     def read_sampled(self) -> list[list[int]]:
         """Return the tokens that each request sampled. Waits for the device."""
@@ -146,7 +147,8 @@ class EngineStep:
 
         def make_exact(part: StepPart) -> StepPart:
             i = part.sampled_row
-            if i is None:  # a prompt, after all verified drafts: the host's numbers are exact
+            # Prompts come after all verified drafts, and the host's numbers are exact for them.
+            if i is None:
                 return part
             if ranges is None:
                 return msgspec.structs.replace(part, start=starts[i])
@@ -296,7 +298,7 @@ class StepQueue:
         if dropped.finished:  # otherwise, capture would wait indefinitely for finished requests
             dropped.finished.extend(
                 self._steps[0].finished
-            )  # not a new list, because it may have grown long
+            )  # not copied to a new list, because the list may be long
             self._steps[0] = replace(self._steps[0], finished=dropped.finished)
 
     def _pop(self) -> EngineStep:

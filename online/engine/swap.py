@@ -22,7 +22,8 @@ from redraft.online.engine.trainer_files import describe_tensors
 
 logger = logging.getLogger("vllm.redraft")
 
-COLUMNS = 4093  # sums of the checksum at once; a prime, so no row is a multiple
+# Number of column sums in the checksum; a prime, so that the length of no row is a multiple.
+COLUMNS = 4093
 HASH_CHUNK_BYTES = 16 << 20
 
 
@@ -68,7 +69,7 @@ class Layout:
         """
         if self.shared is not None:
             return self
-        # `shared` contains attribute names, e.g. `embed_tokens`, which is a part of
+        # `shared` contains attribute names, e.g. `embed_tokens`, which matches
         # `model.embed_tokens.weight`.
         if all(shared.isdisjoint(name.split(".")) for name in self.tensors):
             return replace(self, shared={})
@@ -89,7 +90,7 @@ def require_same_layout(current: Layout, candidate: Layout) -> None:
         ValueError: the message states the difference and what to do.
     """
     name = candidate.folder.name
-    cure = f"restart the server with {name}, or publish a draft of the loaded one's layout"
+    cure = f"restart the server with {name}, or publish a draft with the loaded draft's layout"
     require_same_quantization(name, candidate.settings, current.settings)
     changed = _find_differences(candidate.settings, current.settings)
     if changed:
@@ -124,7 +125,7 @@ def require_same_quantization(
             f"{version} is {found or 'not quantised'}, but the loaded draft is "
             f"{served or 'not quantised'}: quantise {version} in the same way and publish it "
             f"again, or restart the server with {version}. "
-            "A draft that vLLM quantises itself is replaced by plain weights"
+            "For a draft that vLLM quantises itself, publish unquantised weights"
         )
 
 
@@ -189,7 +190,7 @@ def load_draft(worker: Any, tensors: Mapping[str, Tensor]) -> None:
 def end_load(model: nn.Module, model_config: Any) -> None:
     """End a failed vLLM load.
 
-    If a layer has received tensors it cannot process, end it layer by layer.
+    If a layer has received tensors that it cannot process, end the load layer by layer.
     """
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, layerwise
 
@@ -215,7 +216,7 @@ def loading(worker: Any) -> Iterator[None]:
         set_current_vllm_config(worker.vllm_config),
         torch.inference_mode(
             False
-        ),  # a tensor made in inference mode could not be written in place later
+        ),  # a tensor created in inference mode could not be written in place later
         torch.no_grad(),
         torch.device(worker.device),
     ):
@@ -295,7 +296,7 @@ def is_finite(tensor: Tensor) -> Tensor:
     """Whether all values are finite: a scalar bool on the tensor's device."""
     if not tensor.is_floating_point() or tensor.dtype.itemsize < 2 or not tensor.numel():
         return torch.ones((), dtype=torch.bool, device=tensor.device)
-    # NaN propagates through the sum, which needs no copy, unlike `isfinite` of all values.
+    # NaN propagates through the sum, which needs no copy, unlike `isfinite` on all values.
     least, most = torch.aminmax(tensor.detach())
     return least.isfinite() & most.isfinite()
 
@@ -324,7 +325,7 @@ def find_weights(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
-    """View a weight in memory order, e.g. a float8 weight, which vLLM keeps transposed.
+    """View a weight in memory order, e.g. a float8 weight, which vLLM stores transposed.
 
     A copy might not fit on a full GPU.
     """

@@ -30,14 +30,16 @@ from redraft.online.fleet.registry import hash_manifest, read_id
 
 T = TypeVar("T")
 VERSION = re.compile(r"v[0-9]{6,18}")
-STAGE_TIMEOUT_S = 200.0  # to read a version into memory, while serving continues
+STAGE_TIMEOUT_S = 200.0  # time limit for reading a version into memory, while serving continues
 STAGE_POLL_S, BUSY_POLL_S = 0.05, 0.25
-PAUSE_TIMEOUT_S = 60.0  # of the pause, with the weights' copies; then the engine resumes anyway
-TARGET_TIMEOUT_S = 1200.0  # to read target weights before the pause, and once more within it
+# Maximum pause, including the copies of the weights, after which the engine resumes.
+PAUSE_TIMEOUT_S = 60.0
+# Time limit for reading target weights before the pause, and again for loading them within it.
+TARGET_TIMEOUT_S = 1200.0
 RESUME_TIMEOUT_S = 30.0
-RESUME_POLL_S = 0.5  # between attempts to resume: vLLM refuses until its pause is complete
+RESUME_POLL_S = 0.5  # between attempts to resume, because vLLM refuses until its pause is complete
 CACHE_CURE = (
-    "swap again when no request waits for keys of another server, or restart this one "
+    "swap again when no request waits for a KV cache transfer, or restart this server "
     "with --swap.cache keep"
 )
 
@@ -66,7 +68,7 @@ class Move:
 
 
 WITHOUT_KEYS = ("medusa",)
-"""Methods whose drafts have no keys in the KV cache."""
+"""Methods whose drafts store nothing in the KV cache."""
 
 
 class HalfNewError(RefusedError):
@@ -76,7 +78,7 @@ class HalfNewError(RefusedError):
 class Swaps:
     """Runs the swaps of one API process, one at a time.
 
-    If two swaps ask for different versions, the later one wins.
+    If two requests name different versions, the later one wins.
     """
 
     def __init__(
@@ -88,23 +90,26 @@ class Swaps:
         can_pause: bool = True,
     ) -> None:
         self.registry, self.engine, self.calls = registry, engine, EngineCalls(engine)
-        self.targets = targets  # Folders that target weights may be loaded from.
-        self.registry_id = ""  # of the served registry's folder, or from the first swap
-        self._id = uuid.uuid4().hex  # For the workers, which let one API process swap at a time.
+        self.targets = targets  # Folders from which target weights may be loaded.
+        self.registry_id = ""  # id of the served registry, from its folder or from the first swap
+        # Identifies this process to the workers, which let one API process swap at a time.
+        self._id = uuid.uuid4().hex
         self._can_pause = can_pause
-        self._owes_resumption = False  # whether this process, and no other, has paused the engine
+        self._owes_resumption = False  # whether this process has paused the engine
         self._pause_generation, engine.pause_generation = (
             engine.pause_generation,
             self._pause_for_others,
         )
         self._swapping = asyncio.Lock()
-        self._first_draft = self._salt = ""  # for cached blocks, by the draft that wrote their keys
+        # Salt for cached blocks, which depends on the draft that wrote them.
+        self._first_draft = self._salt = ""
         self._num_asked = self._latest_number = 0
         # Last requested version that was found. `_latest_number` counts requests.
         self._latest = ""
         self._staged = ""  # The version of `_staging`.
         self._staging: asyncio.Future[None] | None = None
-        self._reads: dict[str, Future[Any]] = {}  # Reads of folders' small files under way.
+        # Reads of folders' small files that are in progress.
+        self._reads: dict[str, Future[Any]] = {}
 
     async def move(self, move: Move) -> dict[str, Any]:
         """Load or name the target weights, and load a draft.
@@ -138,7 +143,7 @@ class Swaps:
         """
         if not VERSION.fullmatch(
             asked.version
-        ):  # an id only: a path could name any folder of this machine
+        ):  # accept only a version id, because a path could name any folder on this machine
             raise _no_version(asked.version[:40])
         number = self._num_asked = self._num_asked + 1
         status = await self.calls.status()
@@ -153,8 +158,8 @@ class Swaps:
             status = await self.calls.status()
             serving = status["draft_version"]
             await self._require_awake()
-            # A copy of the registry may contain a different v000012, so the name alone proves
-            # nothing.
+            # A copy of the registry may contain a different v000012, so the name alone does not
+            # identify it.
             is_same = status.get("manifest_sha256") in ("", None, found.manifest_sha256)
             clears = status["swap_cache"] == "clear" or bool(move and move.folder)
             if serving == found.name and status["draft_intact"] and is_same:
@@ -179,7 +184,7 @@ class Swaps:
     def salt_for(self, given: str | None) -> str | None:
         """Return the cache salt for a request whose client sends the salt `given`.
 
-        With it, the request does not match cached blocks that hold a different draft's keys.
+        With this salt, the request does not match cached blocks that a different draft wrote.
         """
         is_first = self._salt == self._first_draft
         return given if is_first else f"{self._salt}\0{given or ''}"
@@ -190,7 +195,7 @@ class Swaps:
             self._latest_number, self._latest = number, version
         self._require_latest(version)
         if self._staging is not None and self._staged != version:
-            self._staging.cancel()  # its storage may hang, and this may be the way back
+            self._staging.cancel()  # the read may hang, and this request may be the rollback
 
     def _require_latest(self, version: str) -> None:
         if version != self._latest:
@@ -199,7 +204,7 @@ class Swaps:
             )
 
     async def _read_into_memory(self, found: _Found, serving: str) -> None:
-        """Make all ranks read the version, until a swap to a different version takes over."""
+        """Make all ranks read the version, unless a different version is requested meanwhile."""
         self._require_latest(found.name)
         self._staged = found.name
         self._staging = asyncio.ensure_future(self._stage(found, serving))
@@ -338,7 +343,7 @@ class Swaps:
         """
         await self._require_awake()
         is_paused = await self.calls.request(
-            self.engine.is_paused(), "the engine does not say whether it is paused"
+            self.engine.is_paused(), "the engine does not report whether it is paused"
         )
         pauses = resumes = self._can_pause and (self._owes_resumption or not is_paused)
         self._owes_resumption |= pauses
@@ -374,7 +379,7 @@ class Swaps:
                 ) from refusal
             raise
         finally:
-            # Otherwise, a trainer has paused the engine too, and may be writing weights.
+            # Otherwise, a trainer has also paused the engine, and may be writing weights.
             if resumes and self._owes_resumption:
                 await self._resume()
         report = {"pause_ms": 1e3 * (time.perf_counter() - began_s), **loaded}
@@ -391,9 +396,10 @@ class Swaps:
             if resets and not error:
                 try:
                     await self._reset_cache()
-                    # The workers emptied their part of this cache when they loaded the weights.
+                    # The workers cleared their part of this cache when they loaded the weights.
                     await self.calls.request(
-                        self.engine.reset_encoder_cache(), "the engine could not forget images"
+                        self.engine.reset_encoder_cache(),
+                        "the engine could not clear its image cache",
                     )
                 except RefusedError as refused:
                     refusal = refused
@@ -403,8 +409,8 @@ class Swaps:
                     if not all(rank["ok"] for rank in ranks):
                         raise HalfNewError(
                             500,
-                            f"{refusal.why}; the target is partly updated, and the engine stays paused: "
-                            "load again",
+                            f"{refusal.why}; the target is partly updated, and the engine "
+                            "stays paused: load the weights again",
                         )
                 raise RefusedError(refusal.code, f"{refusal.why}; the target keeps its old weights")
         if move.label:
@@ -436,9 +442,7 @@ class Swaps:
         """
         problem = "the engine could not empty its cache"
         reset = self.engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-        if (
-            await self.calls.request(reset, problem) is False
-        ):  # as vLLM answers about an external cache
+        if await self.calls.request(reset, problem) is False:  # vLLM's answer for an external cache
             raise RefusedError(503, f"{problem}: its KV connector did not reset")
 
     async def _require_awake(self) -> None:
@@ -472,7 +476,7 @@ class Swaps:
             ) from None
 
     async def _is_asleep(self) -> bool:
-        with suppress(Exception):  # if its state is unknown, a server is resumed
+        with suppress(Exception):  # resume a server whose state is unknown
             return any(rank["asleep"] for rank in await self.calls.ask("redraft_status"))
         return False
 
@@ -491,14 +495,14 @@ class Swaps:
             raise
         except (
             Exception
-        ) as silence:  # e.g. a call between processes failed: some ranks may have loaded
+        ) as silence:  # e.g. a call between processes failed: some ranks may have loaded the draft
             raise await self._go_back(
                 RefusedError(500, f"a rank gave no answer: {say(silence)}"), serving
             ) from silence
         failed = [rank for rank in ranks if not rank["ok"]]
         if failed:
             error = failed[0]["error"]
-            # Ranks with different drafts would propose nonsense, so all of them return to the last
+            # Ranks with different drafts would propose garbage, so all of them return to the last
             # good draft.
             if any(rank["ok"] or rank["touched"] for rank in ranks):
                 raise await self._go_back(RefusedError(500, error), serving)

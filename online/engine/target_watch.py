@@ -75,7 +75,9 @@ class TargetWatch:
         self.label = ""
         """The trainer's name for these weights."""
         self._pieces: list[tuple[str, int, int]] = []
-        """Name, first row and end; an uncut weight has the end 0."""
+        """Name, first row and end row of each piece; the end is 0 for a weight that is not
+        split.
+        """
         matrices = []
         for name, read in find_weights(model).items():
             tensor = read()
@@ -85,8 +87,8 @@ class TargetWatch:
             if tensor.dim() > 1:
                 matrices.append(len(self._pieces))
             self._pieces += [(name, *end) for end in ends] if len(ends) > 1 else [(name, 0, 0)]
-        # From the middle, so that it is a linear layer's weight: some training runs leave
-        # embeddings and norms unchanged.
+        # Take it from the middle, so that it is a linear layer's weight, because some training runs
+        # leave embeddings and norms unchanged.
         self._watched = matrices[len(matrices) // 2 :][:1]
         self._next = 0
         self.next_look_s = 0.0
@@ -259,7 +261,7 @@ def look_at_target(worker: Any) -> None:
         # `has_moved` stays set if an executor calls the runner directly, as Ray's does.
         is_changed = state.target_watch.has_moved or state.target_watch.is_changed()
     except Exception:
-        is_changed = True  # e.g. half loaded: `settle` logs it
+        is_changed = True  # e.g. a half-loaded weight, which `settle` logs
     if is_changed:
         settle(worker)
 
@@ -276,8 +278,8 @@ def load_target(worker: Any, folder: str | None) -> dict[str, Any]:
     if folder is not None:
         if "weights" in state.asleep or worker._weight_update_active:
             error = (
-                "the engine sleeps, or an update of the target weights is open: end it, then "
-                "load again"
+                "the engine is asleep, or an update of the target weights is open: wake "
+                "it up or finish the update, then load again"
             )
             return {"ok": False, "error": error, "touched": False}
         if state.target_tensors:
@@ -310,10 +312,10 @@ def name_target(worker: Any, label: str) -> None:
     """Set the trainer's name for the current weights."""
     state = worker.redraft
     if state.target_watch is not None:
-        state.target_watch.next_look_s = 0.0  # it may have written them just now
+        state.target_watch.next_look_s = 0.0  # the trainer may have just written them
         look_at_target(worker)
     if state.target_watch is not None:
-        # As with the names of drafts, it goes into the journal and the metrics.
+        # Like a draft's name, it is written to the journal and the metrics.
         label = "".join(char if "!" <= char <= "~" else "_" for char in label)
         state.target_watch.label = label[:MAX_LABEL_CHARS]
         if state.target_version is not None:
@@ -325,7 +327,7 @@ def _set_version(worker: Any, version: str | None) -> None:
     if worker.redraft.capture:
         worker.redraft.capture.target_version = version
     if isinstance(worker.vllm_config.additional_config, dict):
-        # These are for the states that `redraft serve-features` sends.
+        # These states are the ones that `redraft serve-features` sends.
         worker.vllm_config.additional_config[TARGET_VERSION] = version
 
 

@@ -19,7 +19,7 @@ class OutsideError(ValueError):
 
 
 def list_files(path: Path, roots: Iterable[Path]) -> list[Path]:
-    """List the file at `path`, or the files in that folder, by resolved path. Opens none.
+    """List the file at `path`, or the files in that folder, by resolved path. No file is opened.
 
     Raises:
         FileNotFoundError: there is no such file or folder.
@@ -74,7 +74,8 @@ def describe_tensors(files: Iterable[Path]) -> dict[str, str]:
     }
 
 
-FLOATS = ("F64", "F32", "F16", "BF16")  # loads convert them; an integer means another number
+# Loading converts float dtypes, but an integer would be read as a different number.
+FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def describe(entry: Mapping[str, object]) -> str:

@@ -42,7 +42,7 @@ class Part(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 class Files(WeightTransferEngine[Nothing, Part]):  # type: ignore[misc]
     init_info_cls, update_info_cls = Nothing, Part
-    worker: Any = None  # set by `watch_pushes`, as is `roots`
+    worker: Any = None  # set by `watch_pushes`, like `roots`
     roots: Sequence[Path] = ()
 
     def init_transfer_engine(self, init_info: Nothing) -> None: ...
@@ -55,13 +55,13 @@ class Files(WeightTransferEngine[Nothing, Part]):  # type: ignore[misc]
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(
             self.parse_update_info(update_info)
-        )  # the one of vLLM waits for an accelerator
+        )  # vLLM's own method waits for an accelerator
 
     def receive_weights(self, update_info: Part) -> None:
         files = list_files(Path(update_info.path), self.roots)
         found = [file for file in files if file.suffix == ".safetensors"] or files
         for file in found:
-            # A missing or truncated file ends the update here, and the old weights stay.
+            # A missing or truncated file ends the update here, and the old weights stay in place.
             safetensors_header(file)
         self.files += found
 
@@ -76,7 +76,7 @@ class Files(WeightTransferEngine[Nothing, Part]):  # type: ignore[misc]
             else:
                 self._load_draft(found)
         except BaseException:
-            # Do as vLLM does after a failed part; otherwise, it would refuse the next update.
+            # Clean up like vLLM after a failed part; otherwise, it would refuse the next update.
             self.worker._weight_update_active = False
             self.reset_weight_update_target()
             raise

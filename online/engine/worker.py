@@ -67,8 +67,9 @@ from redraft.online.fleet.registry import hash_manifest
 
 logger = logging.getLogger("vllm.redraft")
 
-MAX_STUCK_READS = 4  # hung versions before drafts are refused: each reader keeps memory
-SHOWN = (  # of a worker's state, in its status
+# Maximum number of hung reads before new drafts are refused, because each keeps its memory.
+MAX_STUCK_READS = 4
+SHOWN = (  # fields of a worker's state that its status contains
     *(
         "server_id",
         "draft_version",
@@ -102,7 +103,7 @@ class WorkerState(Attached):
     swap_off: str = ""
     """Why drafts cannot be swapped; empty if they can."""
     swap_cache: SwapCache | Literal[""] = ""
-    """How swaps handle the KV cache. Empty on a rank without a draft."""
+    """How swaps handle the KV cache. Empty if the rank has no draft."""
     rereader: Rereader | None = None
     """Set only if `swap_cache` is "draft"."""
     target_fingerprint: str = ""
@@ -191,7 +192,7 @@ def install(worker: Any) -> None:
         name = worker.vllm_config.model_config.model
         target = TargetFolder(name=name, folder=model_folder(name))
         state.target_fingerprint = target.fingerprint
-        if config.registry is not None or config.targets:  # only swaps and loads ask for it
+        if config.registry is not None or config.targets:  # only swaps and loads use it
             state.target_lineage = target.lineage
     with _switching_off(state, "swap"):
         state.target_checksum = checksum(worker.model_runner.get_model())
@@ -207,7 +208,8 @@ def install(worker: Any) -> None:
     if getattr(worker, "weight_transfer_engine", None) is not None:
         roots = [*config.targets, *([config.registry] if config.registry else [])]
         watch_pushes(worker, roots)
-    with suppress(Exception):  # e.g. no safetensors: then weights from files are not compared
+    # e.g. no safetensors files, in which case weights from files are not compared.
+    with suppress(Exception):
         folder = model_folder(worker.vllm_config.model_config.model)
         state.target_tensors = describe_target(folder)
     with _switching_off(state, "swap"):
@@ -243,7 +245,7 @@ def _identify_draft(worker: Any, registry: Path | None) -> None:
     speculative = worker.vllm_config.speculative_config
     if not speculative or not speculative.draft_model_config:
         return
-    # Name of a draft from outside the registry until the first swap.
+    # Name of a draft from outside the registry, used until the first swap.
     state.draft_version = "start"
     folder = model_folder(speculative.draft_model_config.model).resolve()
     if registry is not None and folder.parent == registry.resolve():
@@ -306,7 +308,8 @@ def _prepare_staging(worker: Any) -> None:
         # Some loaders read vLLM's current config.
         with set_current_vllm_config(worker.vllm_config):
             slices = trace_slices(draft, target, list_weights(state.draft.folder, shared))
-        # On a different machine, the files may differ, so that machine's ranks compare all of them.
+        # The files may differ between machines, so with several machines every rank compares all
+        # of them.
         one_machine = worker.vllm_config.parallel_config.nnodes == 1
         state.share = Share(
             slices=slices,
@@ -367,7 +370,7 @@ def _count_kept_states(worker: Any) -> int:
 
 def redraft_status(worker: Any) -> dict[str, Any]:
     """Return the versions that this rank serves, and capture's counters."""
-    look_at_target(worker)  # nothing else looks while the engine is idle
+    look_at_target(worker)  # checked here, because nothing else checks while the engine is idle
     state: WorkerState = worker.redraft
     speculative = worker.vllm_config.speculative_config
     counter = find_state(worker.model_runner, RunnerState).counter
@@ -471,7 +474,7 @@ def redraft_stage(worker: Any, folder: str | None, swapper: str) -> dict[str, An
             return {
                 "ok": False,
                 "is_busy": True,
-                "error": f"{source} is still being read from before",
+                "error": f"an earlier read of {source} has not ended yet",
             }
         if len(state.stuck) >= MAX_STUCK_READS:
             raise ValueError(
@@ -538,7 +541,7 @@ def redraft_load(worker: Any, folder: str, has_moved: bool = False) -> dict[str,
         return {
             "ok": False,
             "touched": False,
-            "error": "the engine has fallen asleep: wake it up, then swap again",
+            "error": "the engine has gone to sleep: wake it up, then swap again",
         }
     if not is_clear(worker):
         return {"ok": False, "touched": False, "error": UPDATING}
@@ -569,7 +572,7 @@ def redraft_commit(worker: Any, version: str) -> None:
     state.manifest_sha256 = state.staging.manifest_sha256
     state.is_draft_intact = (
         not state.asleep
-    )  # if it fell asleep after the load, the draft is loaded when it wakes up
+    )  # if the engine went to sleep after the load, the draft is loaded when it wakes up
     state.num_swaps += 1
     state.name_draft(version)
 
@@ -595,7 +598,7 @@ def _load(worker: Any, staging: Staging, known: TargetWatch | None) -> dict[str,
         return {"ok": False, "touched": True, "error": f"{type(error).__name__}: {error}"}
     load_ms = 1e3 * (time.perf_counter() - began_s)
     state.target_checksum = after
-    # Once False, it stays False: only a restart restores the target's weights.
+    # Once False, this stays False, because only a restart restores the target's weights.
     state.is_target_intact = state.is_target_intact and after == before
     return {"ok": True, "load_ms": load_ms, "checksum_before": before, "checksum_after": after}
 

@@ -31,7 +31,7 @@ from redraft.online.engine.target_watch import (
 
 logger = logging.getLogger("vllm.redraft")
 
-PARTS = frozenset(("weights", "kv_cache"))  # the memory that a sleeping worker releases, by part
+PARTS = frozenset(("weights", "kv_cache"))  # tags of the memory that a sleeping worker releases
 
 
 def watch_sleep(worker: Any) -> None:
@@ -54,7 +54,7 @@ def watch_sleep(worker: Any) -> None:
             wake_up(tags)
             # Without tags, vLLM wakes up everything.
             state.asleep -= set(tags or PARTS)
-            # The cache may still sleep, but loading a draft touches only weights.
+            # The KV cache may still be asleep, but loading a draft touches only weights.
             if "weights" not in state.asleep and not state.is_draft_intact and _has_draft(worker):
                 _load_again(worker)
 
@@ -104,7 +104,7 @@ def watch_target(worker: Any) -> None:
     next step.
     """
     if getattr(worker.vllm_config.parallel_config, "enable_eplb", False):
-        return  # replicas of experts move between ranks
+        return  # vLLM moves replicas of experts between ranks
     model = worker.model_runner.get_model()
     worker.redraft.target_watch = watch = TargetWatch(model)
 

@@ -5,9 +5,9 @@ They come from a list in the settings, a file, or all addresses of a host name.
     fleet.toml      [[servers]]                              the name      vllm-code.default.svc, a headless service:
                     url = "http://10.0.0.5:8000"                           each of its addresses is a server
 
-Servers come and go. A new server is brought to the current draft as if it had restarted, and a
-server that is gone is forgotten. If the file cannot be read or the name cannot be resolved, the
-known servers are kept.
+Servers come and go. A new server is swapped to the current draft as if it had restarted, and a
+server that is gone is removed. If the file cannot be read or the name cannot be resolved, the known
+servers are kept.
 """
 
 import asyncio

@@ -2,7 +2,7 @@
 
 A slow server does not delay the others.
 
-    push ─► one task per server: status, swap, status ─► forgotten if the server has the version, else remembered
+    push ─► one task per server: status, swap, status ─► removed if the server has the version, else kept
     stop ─► cancels all tasks, before a rollout or a rollback swaps the servers itself
 """
 
@@ -43,7 +43,7 @@ class Reconciler:
         self._pushes: dict[FleetServer, _Push] = {}
 
     def push(self, servers: Iterable[FleetServer], version: str, timeout_s: float = 0) -> None:
-        """Start bringing the servers to `version`, with retries for `timeout_s`.
+        """Start swapping the servers to `version`, with retries for `timeout_s`.
 
         A push of the same version that is already in progress continues; a push of a different
         version is cancelled and replaced.
@@ -66,7 +66,7 @@ class Reconciler:
     async def bring_all(
         self, servers: Sequence[FleetServer], version: str, timeout_s: float
     ) -> Convergence:
-        """Bring all servers to `version`.
+        """Swap all servers to `version`.
 
         Wait for most of the servers, and continue with the others in the background. Return when
         every server has answered, or after `timeout_s` at the latest. Once PATIENCE_S has passed,
@@ -108,7 +108,7 @@ def _summarize(version: str, pushes: dict[FleetServer, _Push]) -> Convergence:
     absent: dict[str, str] = {}
     for server, push in pushes.items():
         if not push.task.done():
-            absent[server.url] = f"{server.url} has not answered yet and will be asked again"
+            absent[server.url] = f"{server.url} has not answered yet; the request will be repeated"
         elif not push.task.cancelled() and (error := push.task.result()) is not None:
             failed = refused if isinstance(error, RefusedError) else absent
             failed[server.url] = str(error)

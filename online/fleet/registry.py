@@ -114,7 +114,7 @@ class Registry:
         for path in missing:
             path.chmod(0o755)
         self.mended: list[str] = []
-        """A sentence for every damage that the owner found and repaired."""
+        """One message for each damaged file that the owner found and repaired."""
 
     @contextmanager
     def owned(self) -> Iterator[None]:
@@ -151,7 +151,7 @@ class Registry:
         return next(reversed(self.versions()), None)
 
     def current(self) -> str | None:
-        """Return the current version; None before the first promotion.
+        """Return the current version, or None before the first promotion.
 
         If the link is missing, because the registry was copied by a tool that drops links, this is
         the last promoted version. The newest version would be wrong, because it may have failed its
@@ -187,7 +187,7 @@ class Registry:
         is_lost = (self.folder / "current").is_symlink() and not (self.folder / PROMOTED).exists()
         if is_damaged or is_lost:
             promoted = self.promoted()
-            consequence = f"the way back is now {', '.join(promoted) or 'empty'}"
+            consequence = f"the versions to roll back to are now {', '.join(promoted) or 'none'}"
             if is_damaged:
                 self._set_aside(PROMOTED, consequence)
             else:
@@ -351,9 +351,9 @@ class Registry:
         """Return, for each version, the number of the last record it may have been trained on.
 
         Numbers are sequence numbers in the learner's buffer. The number is 0 for a draft that was
-        copied from elsewhere and therefore trained on none of the records, and infinite if the
-        version does not record it. These are numbers rather than times, because a clock may be set
-        back between a record's arrival and its training.
+        copied from elsewhere, and therefore not trained on any record, and infinite if the version
+        does not record it. These are numbers rather than times, because a clock may be set back
+        between a record's arrival and its training.
         """
         made = {version: self._read_provenance(version) for version in self.versions()}
         return {
@@ -421,7 +421,7 @@ class Registry:
         # The id keeps the files of different processes apart.
         partial = self.folder / f".current.{os.getpid()}.partial"
         partial.unlink(missing_ok=True)
-        partial.symlink_to(version)  # relative: the registry may be moved
+        partial.symlink_to(version)  # relative, so that the registry can be moved
         partial.replace(link)
         artifact.sync(self.folder)
 

@@ -1,6 +1,6 @@
 """The rollout of one version onto a running fleet.
 
-The version is tested on live traffic first, and taken back if it fails.
+The version is tested on live traffic first, and withdrawn if it fails.
 
                      ┌─ control group, still on the incumbent ─┐
     candidate ─► canary ─► warm-up ─► the same window on both ─► compare ─► wave ─► watch ─► wave ─► ... ─► whole fleet
@@ -76,13 +76,14 @@ from redraft.online.fleet.server import (
 Array = NDArray[np.float64]
 ByDomain = Mapping[str, Array]
 
-MIN_POLLS = 16  # Polls before the groups are first compared: 8 blocks of two.
-MIN_DOMAIN_DRAFTS = 200  # Drafts of a domain that both groups must have made for a comparison.
-ALL = f"{AT_LOAD}all"  # Key of the counts of all domains, which is no domain and load.
+MIN_POLLS = 16  # Number of polls before the groups are first compared: 8 blocks of two.
+# Minimum number of drafts that each group must have in a domain to compare it.
+MIN_DOMAIN_DRAFTS = 200
+ALL = f"{AT_LOAD}all"  # Key for the counts of all domains and loads together.
 
 MIN_BLOCKS, MAX_BLOCKS = 8, 16
-"""Number of blocks of polls, for fewer than 64 polls and for more. Fewer blocks say little about
-the spread; blocks of more would be shorter than a long request.
+"""Number of blocks of polls, for fewer than 64 polls and for more. Fewer blocks would estimate the
+spread poorly; with more, a block would be shorter than a long request.
 """
 
 
@@ -120,7 +121,7 @@ class RolloutPolicy:
     control group.
     """
     swap_timeout_s: float = 120
-    """Seconds without a response after which the rollout continues without a server."""
+    """Seconds without a response after which the rollout continues without the server."""
     rollback_timeout_s: float = 300
     """Seconds to keep trying to return every server to the old version after a failed rollout."""
     max_absent_share: float = 0.1
@@ -196,7 +197,7 @@ async def try_canary(
     swapped = await converge([canary], candidate, policy.swap_timeout_s, insist=False)
     if not swapped.is_complete:
         return await _roll_back(
-            servers, incumbent, f"the canary did not take {candidate}: {swapped}", policy
+            servers, incumbent, f"the canary did not swap to {candidate}: {swapped}", policy
         )
     await asyncio.sleep(policy.warm_up_s)
     finding, reason = await _compare(canary, candidate, control, before, policy)
@@ -211,7 +212,7 @@ async def try_canary(
 async def roll_waves(
     servers: Sequence[FleetServer], candidate: str, incumbent: str, policy: RolloutPolicy
 ) -> Outcome:
-    """Put the candidate on the other servers, wave by wave.
+    """Swap the other servers to the candidate, wave by wave.
 
     The rollout passes if every server that answers has the candidate. Otherwise every server
     returns to the incumbent.
@@ -238,7 +239,7 @@ async def roll_waves(
     final = await converge(servers, candidate, policy.swap_timeout_s, insist=False)
     if final.refused or _are_too_many(final.absent, servers, policy):
         return await _roll_back(
-            servers, incumbent, f"the fleet did not come together: {final}", policy
+            servers, incumbent, f"the servers do not all serve the same version: {final}", policy
         )
     return _outcome(
         Finding.PASSED,
@@ -266,12 +267,12 @@ def estimate_loss(canary_PK2: Array, control_PK2: Array, *, is_paired: bool = Tr
     # canary's loss.
     common = min(canary_PK2.shape[1], control_PK2.shape[1])
     groups_2BK2 = [_merge_polls(polls_PK2[:, :common]) for polls_PK2 in (control_PK2, canary_PK2)]
-    # 1 / (1/n + 1/m), as for domains: a position counts as far as both groups have drafts with a
-    # token there.
+    # 1 / (1/n + 1/m), as for domains: a position's weight depends on how many drafts both groups
+    # have with a token there.
     had_2K = np.array([_count_had(blocks_BK2) for blocks_BK2 in groups_2BK2])
     weights_K = had_2K.prod(0) / np.maximum(had_2K.sum(0), 1)
     groups_22B = [_equalise(blocks_BK2, weights_K / weights_K[0]) for blocks_BK2 in groups_2BK2]
-    if is_paired:  # both have the same P, so block b is the same minutes in both groups
+    if is_paired:  # both groups have the same P, so block b covers the same minutes in both
         return estimate_gain(*np.stack(groups_22B, -1))
     return subtract_independent(*(estimate_ratio(*group_2B) for group_2B in groups_22B))
 
@@ -299,7 +300,7 @@ def _equalise(blocks_BK2: Array, shares_K: Array) -> Array:
     tried_BK, accepted_BK = np.moveaxis(blocks_BK2, -1, 0)
     drafts_B, rates_K = tried_BK[:, 0], accepted_BK.sum(0) / np.maximum(tried_BK.sum(0), 1)
     rate, worth_K = 0.0, shares_K.copy()
-    for j in reversed(range(len(shares_K))):  # the value of a token includes those after it
+    for j in reversed(range(len(shares_K))):  # the value of a token includes that of later tokens
         worth_K[j] += rate
         rate = rates_K[j] * worth_K[j]
     # This is the rate over all blocks. A block's deviation counts for more if few drafts had a
@@ -354,7 +355,7 @@ def decide(loss: Estimate, policy: RolloutPolicy) -> Finding:
         return Finding.WORSE
     if (
         high - low < policy.max_loss
-    ):  # the loss is close to max_loss, so more traffic would hardly decide between the two sides
+    ):  # the loss is close to max_loss, so more traffic would hardly change the decision
         return Finding.PASSED if loss.value <= policy.max_loss else Finding.WORSE
     return Finding.INCONCLUSIVE
 
@@ -376,25 +377,25 @@ class Polls:
         self.servers = servers
         self.rows: list[dict[str, AcceptanceCounts]] = []  # Counts by domain, a row for every poll.
         self.has_domains = True  # Whether all servers count by domain.
-        self.targets: set[str | None] = set()  # Weights of the target that were seen.
+        # Versions of the target's weights that were reported.
+        self.targets: set[str | None] = set()
         self._last: dict[FleetServer, dict[str, AcceptanceCounts]] = {}
-        self._paced: set[FleetServer] = set()  # Servers that were seen to choose their own pace.
+        # Servers that have reported that they choose their own pace.
+        self._paced: set[FleetServer] = set()
 
     def add(self, counted: Mapping[FleetServer, WindowCounts], *, is_usable: bool = True) -> None:
         """Add a reading. The interval since the previous one counts only if it `is_usable`."""
         zero = AcceptanceCounts.zero()
         row = {ALL: zero}
         for server in self.servers:
-            if (
-                server not in counted
-            ):  # a server that is left out keeps its earlier counts, but adds none
+            if server not in counted:  # an excluded server keeps its earlier counts, but adds none
                 continue
             now, earlier = counted[server], self._last.get(server, {})
             counts = self._last[server] = {ALL: now.total, **now.by_domain}
             self.targets.add(now.target)
             if now.is_paced:
                 self._paced.add(server)
-            # If there are no drafts, an empty `by_domain` is no miscount.
+            # If there are no drafts, an empty `by_domain` is not a miscount.
             self.has_domains &= bool(now.by_domain) or not now.total.num_drafts
             for domain, one in counts.items():
                 # Counts only increase, except on a faulty server. Such counts are not added.
@@ -530,16 +531,19 @@ async def _compare(
         taus = f"tau {_describe(ours.total)} against {_describe(theirs.total)}"
         # On an alarm, waiting for more drafts would only slow down more requests.
         if is_worse_than_control(ours.total, theirs.total):
-            return Finding.WORSE, f"its draft is hardly accepted: {taus}"
+            return Finding.WORSE, f"hardly any of its draft tokens are accepted: {taus}"
         if theirs.is_off and ours.is_paced:
             # The gate has proven the gain, and a server drafts only while that is faster.
-            return Finding.PASSED, f"next to nothing is drafted: {taus}"
+            return Finding.PASSED, f"almost nothing is drafted: {taus}"
         is_late = time.monotonic() > deadline_s
         has_enough = min(ours.total.num_drafts, theirs.total.num_drafts) >= policy.min_drafts
         if has_enough and before is not None and len(ours.targets | before.targets) > 1:
             # The gate has proven the gain, and a rollback because of the trainer's update would
             # lose it.
-            return Finding.PASSED, f"the target moved, so only accepted: {taus}"
+            return (
+                Finding.PASSED,
+                f"the target's weights changed, so only an alarm was checked: {taus}",
+            )
         reason = f"fewer than {policy.min_drafts} drafts in {policy.window_timeout_s:.0f} s: {taus}"
         # Time is up and the control group has restarted, so its counts can no longer be compared.
         is_lost = deadline_s == math.inf and before is None and len(counted) == 1
@@ -601,16 +605,16 @@ async def _watch(
         for group in (done, control)
     )
     if is_worse_than_control(ours, theirs):
-        taus = f"tau {_describe(ours)} against {_describe(theirs)} of the others"
-        return f"{len(done)} servers hardly accept the draft: {taus}"
+        taus = f"tau {_describe(ours)} against {_describe(theirs)} on the other servers"
+        return f"{len(done)} servers accept hardly any draft tokens: {taus}"
     return ""
 
 
 def is_worse_than_control(ours: AcceptanceCounts, control: AcceptanceCounts) -> bool:
-    """Whether our draft is hardly accepted, but the control group's draft is.
+    """Whether hardly any of our draft's tokens are accepted, unlike the control group's.
 
-    If neither is accepted, the traffic is to blame: a few clients at temperature 2 bring down any
-    draft.
+    If neither is accepted, the cause is the traffic: a few clients at temperature 2 lower any
+    draft's acceptance.
     """
     return is_alarming(ours) and control.num_drafts >= ALARM_DRAFTS and not is_alarming(control)
 
@@ -618,9 +622,9 @@ def is_worse_than_control(ours: AcceptanceCounts, control: AcceptanceCounts) -> 
 def _are_too_many(
     absent: dict[str, str], servers: Sequence[FleetServer], policy: RolloutPolicy
 ) -> bool:
-    """Whether too many servers are silent for this to be chance.
+    """Whether more servers than chance explains have stopped answering.
 
-    One of several servers is tolerated.
+    One of several is tolerated.
     """
     # With a share of 0.1, one of 10 servers may be silent, or 4 of 40.
     return len(absent) == len(servers) or len(absent) > max(
@@ -633,7 +637,8 @@ def _split_into_waves(
 ) -> Iterator[Sequence[FleetServer]]:
     # E.g. 10 servers and waves up to 0.1, 0.5 and 1.0 give waves of 1, 4 and 5 servers. With 3
     # servers, the first wave is empty, and the others have 2 and 1.
-    begin = 0  # the canary is in a wave too: it has the candidate already, so nothing happens to it
+    # A wave includes the canary, which already has the candidate and is not swapped again.
+    begin = 0
     for share in policy.waves:
         end = max(begin, round(share * len(servers)))
         if end > begin:

@@ -1,9 +1,9 @@
-"""The servers of a fleet: read status and counters, and bring all servers to one version.
+"""The servers of a fleet: read status and counters, and swap all servers to one version.
 
-A server that does not answer is treated differently from one that refuses. A server that does not
-answer may be restarting, and comes back with the draft given on its command line, so it is tried
-again, by `reconcile` for as long as the learner runs. A server that refuses has kept the last good
-draft and will refuse again.
+A server that does not answer is treated differently from a server that refuses. A server that does
+not answer may be restarting, and comes back with the draft given on its command line, so it is
+tried again, by `reconcile` for as long as the learner runs. A server that refuses has kept the last
+good draft and will refuse again.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ the same time.
 
 GENERATED = "vllm:generation_tokens_total"
 COUNTERS = (SPEC_DECODE, GENERATED)
-AT_LOAD = "\n"  # Separates a domain from a load, because no header can contain it.
+AT_LOAD = "\n"  # Separates a domain from a load. No header can contain this character.
 MAX_COUNTER_LINES = 4096
-MAX_ANSWER_BYTES = 8 << 20  # Longest answer that is read.
+MAX_ANSWER_BYTES = 8 << 20  # Maximum size of an answer that is read.
 MAX_QUOTED = 300  # maximum number of characters quoted from a server in an error
-MAX_COUNTER = 1 << 53  # counters above are nonsense: they do not fit a float
+MAX_COUNTER = 1 << 53  # larger counters are invalid, because a float cannot represent them exactly
 MAX_POSITIONS = 256
-MAX_PACE_CHARS = 400  # Longest line about the pace of a server.
+MAX_PACE_CHARS = 400  # Maximum length of a server's line about its pace.
 # Maximum number of domains whose counters are read from a server. A real server counts at most 33.
 MAX_DOMAINS = 64
-MAX_LOADS = 40  # Buckets of the load that are read for a domain: up to 2^20 requests.
+MAX_LOADS = 40  # Maximum number of load buckets read for a domain: up to 2^20 requests.
 CURES = {
     401: ". Give the learner the token that the server was started with",
     404: ". Start it with redraft serve",
@@ -64,11 +64,12 @@ CURES = {
 """Explanations by status code, for an answer of the server itself."""
 ALARM_SHARE = 0.05
 """A draft whose first tokens are accepted less often than this is useless: its weights are wrong,
-or it was made for a different target. Only first tokens count, because adaptive verification leaves
-out the later ones on a busy server.
+or it was made for a different target. Only first tokens count, because on a busy server adaptive
+verification omits later ones.
 """
 
-ALARM_DRAFTS = 200  # before ALARM_SHARE applies: at a share of 0.5 there is no false alarm
+# Minimum number of drafts before ALARM_SHARE applies, so that a share of 0.5 causes no false alarm.
+ALARM_DRAFTS = 200
 
 
 CAPTURE_DROP_REASONS = {
@@ -227,7 +228,7 @@ class Status:
     pace: str = ""
     """Draft tokens by batch size, for a server that chooses them at run time."""
     total: AcceptanceCounts | None = None
-    """Acceptance since startup, without lookups; None without a draft."""
+    """Acceptance since startup, excluding lookups; None if there is no draft."""
     by_domain: Mapping[str, AcceptanceCounts] = field(default_factory=dict)
     """Acceptance by domain."""
     by_load: Mapping[str, AcceptanceCounts] = field(default_factory=dict)
@@ -322,7 +323,7 @@ class FleetServer:
             page = (await self._request("GET", "/metrics", METRICS_TIMEOUT_S)).decode()
             lines = [line for line in page.splitlines() if line.startswith(COUNTERS)]
             if len(lines) > MAX_COUNTER_LINES or max(map(len, lines), default=0) > 1000:
-                return None  # they are parsed on the event loop
+                return None  # parsed on the event loop, so the size is limited
             counters = "\n".join(lines)
             counts = find_counts(counters)
             tokens = sum(sample.value for sample in read_samples(counters, GENERATED))
@@ -401,7 +402,8 @@ class FleetServer:
             ) from error
         except NonsenseError:
             raise
-        except Exception as error:  # an odd header can raise anything, and it is the server's fault
+        # A malformed header can raise any exception; report it as the server's error.
+        except Exception as error:
             reason = self._quote(repr(error))
             raise UnreachableError(f"{self.url} sent an invalid response: {reason}") from error
         if code != 200 or foreign:
@@ -425,7 +427,7 @@ class FleetServer:
 
         The reason is empty if the answer is the server's own.
         """
-        plain = {"Accept-Encoding": "identity"}  # a few compressed kB could unpack to GB
+        plain = {"Accept-Encoding": "identity"}  # a few compressed kB could decompress to GB
         content = bytearray()
         # httpx's default of 5 s between two bytes would end a slow swap. `_request` has the
         # deadline.
@@ -556,7 +558,7 @@ async def connected(
 
 @dataclass(frozen=True, kw_only=True)
 class Convergence:
-    """The result of an attempt to bring servers to one version."""
+    """The result of an attempt to swap servers to one version."""
 
     version: str
     refused: dict[str, str] = field(default_factory=dict)
@@ -577,7 +579,7 @@ class Convergence:
 async def converge(
     servers: Iterable[FleetServer], version: str, timeout_s: float, *, insist: bool = True
 ) -> Convergence:
-    """Bring all servers to `version` concurrently, with retries for `timeout_s`.
+    """Swap all servers to `version` concurrently, with retries for `timeout_s`.
 
     A server's failure is never raised. With a timeout of 0, every server is checked once and, if
     necessary, swapped once. With `insist`, a refusal is retried too, because there is no better
@@ -606,7 +608,9 @@ async def converge(
 async def bring(
     server: FleetServer, version: str, timeout_s: float, insist: bool
 ) -> UnreachableError | RefusedError | None:
-    """Bring one server to `version`; return None once it serves that, otherwise the last error.
+    """Swap one server to `version`.
+
+    Return None once the server serves it, otherwise the last error.
 
     A silent server is retried until `timeout_s` after its last answer. That time may already have
     passed, so a server that no longer exists does not delay a rollout.
@@ -617,11 +621,11 @@ async def bring(
             status = await server.status()
             if not server.serves(status, version):
                 await server.swap(version)
-                status = await server.status()  # the status counts, not the answer to the swap
+                status = await server.status()  # the status decides, not the answer to the swap
             if server.serves(status, version):
                 return None
             error: UnreachableError | RefusedError = RefusedError(
-                f"{server.url} took {version} and says it has {_describe_draft(status, version)}"
+                f"{server.url} accepted {version}, but reports {_describe_draft(status, version)}"
             )
         except (UnreachableError, RefusedError) as failure:
             error = failure
@@ -639,7 +643,9 @@ async def bring(
 def _describe_draft(status: Status, version: str) -> str:
     if status.draft_version != version:
         return status.draft_version or "no draft"
-    return "one with this name and another manifest" if status.is_intact else "a damaged one"
+    return (
+        "a version with this name but a different manifest" if status.is_intact else "a damaged one"
+    )
 
 
 class WindowCounts(NamedTuple):

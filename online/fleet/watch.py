@@ -25,7 +25,7 @@ from redraft.online.fleet.server import (
 from redraft.online.journal import Journal, SwapEntry, SwapOutcome
 
 SERVER_FAULTS = ("server_unreachable", "server_refuses", "server_nonsense")
-"""Ways in which a server gives no status. A server has one of them at a time."""
+"""Reasons why a server returned no status. A server has at most one of them at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +138,7 @@ class Watch:
 
 
 def _count_lost(last: Status, now: Status) -> Counter[str]:
-    """Count the records lost since the previous look; a restarted server counts from 0."""
+    """Count the records lost since the previous poll; a restarted server counts from 0."""
     before = last.lost if last.boot == now.boot else {}
     # A count that falls within one boot is invalid, and must not lower the sum.
     return Counter(
@@ -182,7 +182,7 @@ class JournaledServer(FleetServer):
             await super().swap(version)
             self.versions["seen"] = version
         except asyncio.CancelledError:
-            outcome, reason = "unreachable", "given up for a rollout or a rollback"
+            outcome, reason = "unreachable", "abandoned, because a rollout or rollback started"
             raise
         except (UnreachableError, RefusedError) as error:
             outcome = "refused" if isinstance(error, RefusedError) else "unreachable"

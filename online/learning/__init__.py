@@ -1,1 +1,1 @@
-"""Turns records into a candidate draft, and judges it."""
+"""Turns records into a candidate draft, and evaluates it."""

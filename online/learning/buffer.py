@@ -8,7 +8,7 @@ training.
                     fresh(after)   replay(through)   read(select_held_out())   commit_trained(checkpoint, through)
 
 A keyed hash of the prompt decides whether a record is trained on or held out (`prompt_key`). No
-tenant exceeds its share of the replayed or judging records (`evidence`).
+tenant exceeds its share of the records for replay or evaluation (`evidence`).
 
 Every record gets a sequence number, which is never reused. The learner trains on records in this
 order, and commits the number it has reached together with a checkpoint's name. After a crash, it
@@ -61,11 +61,12 @@ from redraft.online.learning.segments import Frames, Segments, Text
 from redraft.online.records.origin import stored_name
 from redraft.online.records.record import CorruptRecordError, Record
 
-RECENT = 32  # number of newest records whose most frequent target is taken as the served one
+# Number of newest records; the most frequent target among them is assumed to be the served one.
+RECENT = 32
 
 CLOCK_SLACK_S = 3600.0
-"""Records of a forgotten tenant are not stored if they were made up to this many seconds after the
-deletion, because a server's clock may be ahead, and an answer that had started before continues.
+"""Records of a deleted tenant are not stored if they were made up to this many seconds after the
+deletion, because a server's clock may be ahead, and answers may have been in progress.
 """
 
 
@@ -119,8 +120,10 @@ class Buffer(AbstractContextManager["Buffer"]):
     ) -> None:
         """Open the buffer.
 
-        Args: config: The folder and the limits. target_fingerprint: Records of this target, by
-            `Record.base`, are usable; all others are foreign.
+        Args:
+            config: The folder and the limits.
+            target_fingerprint: Records of this target, by `Record.base`, are usable; all others
+                are foreign.
             hidden_shape: Shape of the hidden states that the draft reads. The target's records
                 without them are not stored.
             known_domains: Domains that an operator configured. Clients can send any name
@@ -136,15 +139,17 @@ class Buffer(AbstractContextManager["Buffer"]):
         self.target_fingerprint, self.hidden_shape = target_fingerprint, hidden_shape
         self.known_domains, self.needed_states = known_domains, needed_states
         self.counts: Counter[str] = Counter()
-        self.damage: list[str] = []  # one sentence each; the reporter may empty the list
-        self.now_s = 0.0  # the caller's, at the last `expire`: arrivals and ages are by it
+        # One message each; the code that reports them may clear the list.
+        self.damage: list[str] = []
+        self.now_s = 0.0  # the caller's time at the last `expire`, to which arrivals and ages refer
         # Without a folder, no client's text may reach a disk, so bad records are only counted.
         self.quarantine = (
             Quarantine(config.folder / "quarantine", config.max_age_s, lambda: self.now_s)
             if config.folder
             else None
         )
-        self.names: Mapping[str, str] = {}  # of domains, as judged and shown; `refresh_names`
+        # Names under which domains are evaluated and shown (`refresh_names`).
+        self.names: Mapping[str, str] = {}
         self._segments = Segments(self._find_text)
         # Re-entrant, because public methods call one another: `append` expires, `delete_tenant`
         # clears the quarantine.
@@ -166,8 +171,8 @@ class Buffer(AbstractContextManager["Buffer"]):
                     self.counts,
                     self.damage,
                 )
-                # Commits count too: the records with the highest numbers may have expired, but no
-                # number is used twice.
+                # Include the commits, because the records with the highest numbers may have
+                # expired, and no number may be used twice.
                 through = max((trained.through for trained in self.commits()), default=0)
                 self._next_seq = 1 + max(self._files.last_number(), through)
                 self._key = self._files.open_key(self._next_seq - 1)
@@ -188,9 +193,9 @@ class Buffer(AbstractContextManager["Buffer"]):
         target, but made with an adapter other than the draft's, or without it), stateless (without
         the hidden states that the draft reads), textless (a later segment whose preceding text was
         lost), forgotten (from a deleted tenant), unknown_penalty (held out but unusable for
-        judging, because a penalty of its request cannot be applied), and the reason for each error.
-        On return, the records are on disk, and the sender may delete them. A bad frame is not
-        stored, because it is unknown whose text it contains, so it could never be deleted by
+        evaluation, because a penalty of its request cannot be applied), and the reason for each
+        error. On return, the records are on disk, and the sender may delete them. A bad frame is
+        not stored, because it is unknown whose text it contains, so it could never be deleted by
         tenant. Examples of bad frames go to the quarantine.
 
         Raises:
@@ -204,8 +209,8 @@ class Buffer(AbstractContextManager["Buffer"]):
             forgotten = self._cursor.forgotten
             counts = Counter[str]()
             rows: list[tuple[int, Row, bytes]] = []
-            # Joining comes first, because the key hashes the whole prompt, and a later segment
-            # arrives without it. After that, the first reason not to store a record is counted.
+            # Segments are joined first, because the key hashes the whole prompt, which later
+            # segments omit. Then the first reason not to store a record is counted.
             for frame, record in self._segments.join(frames, known):
                 if isinstance(record, CorruptRecordError):
                     counts[record.reason] += 1
@@ -236,7 +241,7 @@ class Buffer(AbstractContextManager["Buffer"]):
                     with named_disk_full():
                         self._files.insert(rows, now_s)
                 except BufferFullError:
-                    self._segments.reset()  # sent again, they are joined again
+                    self._segments.reset()  # records that are sent again are joined again
                     raise
                 self._next_seq += len(rows)
                 past = self._cursor.past
@@ -318,13 +323,13 @@ class Buffer(AbstractContextManager["Buffer"]):
     def select_held_out(self, per_domain: int, **limits: Any) -> list[int]:
         """Return the sequence numbers of the newest held-out requests in every domain.
 
-        A domain without traffic today is included too. Each prompt counts once, and no tenant has
+        A domain without recent traffic is included too. Each prompt counts once, and no tenant has
         more than `tenant_share` of the requests. `limits` are other fields of EvidenceLimits.
         """
         with self._lock:
             index = self._usable()
-        # After a change of `held_out_fraction`, a prompt may be both trained on and held out: then
-        # it counts as trained on.
+        # After a change of `held_out_fraction`, a prompt may be both trained on and held out, and
+        # then counts as trained on.
         held_out = index[
             index["held_out"] & ~np.isin(index["prompt"], index["prompt"][~index["held_out"]])
         ]
@@ -344,13 +349,13 @@ class Buffer(AbstractContextManager["Buffer"]):
         """Return the target weights that verify drafts now, in the form of `Record.target`."""
         with self._lock:
             numbers, names = self._files.index()["target"][-RECENT:].tolist(), list(TARGETS)
-        # Many records decide, so that a late record, or a server without the newest weights, does
-        # not.
+        # Take the majority of many records, so that a late record or an outdated server has no
+        # influence.
         counts = Counter(names[number] for number in numbers if self._is_ours(names[number]))
         return max(counts, key=counts.__getitem__, default=self.target_fingerprint)
 
     def leave_behind(self, targets: Collection[str]) -> None:
-        """Stop counting the records of these target weights until the weights are served again."""
+        """Exclude the records of these target weights until the weights are served again."""
         with self._lock:
             stored, names = self._files.index()["target"], list(TARGETS)
             counts = {
@@ -366,7 +371,7 @@ class Buffer(AbstractContextManager["Buffer"]):
         with (
             suppress(BufferFullError),
             named_disk_full(),
-        ):  # so that the comparison has the same result after a restart
+        ):  # saved, so that the comparison has the same result after a restart
             self._cursor.leave_behind(past)
 
     def read(self, seqs: Iterable[int]) -> Iterator[Stored]:
@@ -402,7 +407,8 @@ class Buffer(AbstractContextManager["Buffer"]):
         name = stored_name(tenant)
         with self._lock, named_disk_full():
             # The list is written before the records are deleted: after a kill in between,
-            # `delete_tenant` can be repeated, and until then, nothing new of the tenant is stored.
+            # `delete_tenant` can be repeated, and until then, no new record of the tenant is
+            # stored.
             self._cursor.forget(_sha256(name), now_s + CLOCK_SLACK_S)
             deleted = sum(self._files.each(lambda file: file.delete_tenant(name)))
             self.clear_quarantine()
@@ -440,7 +446,7 @@ class Buffer(AbstractContextManager["Buffer"]):
             return self._next_seq - 1
 
     def last_arrival_s(self) -> float | None:
-        """Arrival of the record with the highest number, in seconds since the epoch, or None.
+        """Arrival time of the record with the highest number, in seconds since the epoch, or None.
 
         An earlier record may have a later arrival time if the clock was ahead then.
         """
@@ -484,7 +490,7 @@ class Buffer(AbstractContextManager["Buffer"]):
         return is_of_folder and record.base != self.target_fingerprint
 
     def _find_text(self, record_id: str) -> Text | None:
-        """Return the text of a stored record; None if the record does not exist."""
+        """Return the text of a stored record, or None if the record does not exist."""
         for found in self._files.each(lambda file: file.find_frame(record_id)):
             stored = None if found is None else self._read_one(found[0])
             if found is not None and stored is not None:
@@ -492,7 +498,7 @@ class Buffer(AbstractContextManager["Buffer"]):
         return None
 
     def _row(self, record: Record, now_s: float) -> Row:
-        # Rows after a rejection continue a text that the target refused, so they say nothing about
+        # Rows after a rejection continue a text that the target rejected, so they are no measure of
         # the draft's quality.
         verified_R = (record.draft_ids >= 0) & (record.branches == 0) & record.is_own
         hashes = self._key.hash(record)
@@ -568,5 +574,5 @@ def _find_states(record: Record) -> NDArray[np.int64]:
 
 
 def _sha256(tenant: str) -> str:
-    """Hash a tenant's name, because the list of forgotten tenants should not name them either."""
+    """Hash a tenant's name, so that the list of deleted tenants does not contain their names."""
     return hashlib.sha256(tenant.encode()).hexdigest()

@@ -1,6 +1,6 @@
 """One of the buffer's SQLite files, with records by sequence number.
 
-And SQLite's errors by name.
+Also classifies SQLite's errors.
 """
 
 import errno
@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from redraft.files.artifact import is_full
 
 LAYOUT = 2  # Layout of the files, in SQLite's `user_version`.
-PAGE_BYTES = 16 << 10  # above SQLite's 4 KiB: a frame spans many, each page is a write
+# Larger than SQLite's 4 KiB, because a frame spans many pages, and each page is a separate write.
+PAGE_BYTES = 16 << 10
 MIN_FILE_BYTES = 512  # The smallest page of SQLite.
 
 # There are two tables, because a scan of the index columns would read a page per record if they
@@ -34,7 +35,7 @@ CREATE TABLE IF NOT EXISTS frames (seq INTEGER PRIMARY KEY, frame BLOB NOT NULL)
 """
 
 _MARKS = {"records": ",".join("?" * 13), "frames": "?,?"}
-_EMPTY_FILE_BYTES = 4 * PAGE_BYTES  # a page each: the schema, two tables, the unique index
+_EMPTY_FILE_BYTES = 4 * PAGE_BYTES  # one page each for the schema, two tables and the unique index
 
 INDEX_DTYPE = np.dtype(
     [
@@ -52,7 +53,8 @@ INDEX_DTYPE = np.dtype(
 )
 
 
-TARGETS: dict[str, int] = {}  # `Row.target` by number: of many records numbers are compared
+# Numbers that stand for `Row.target`, because comparing numbers is faster.
+TARGETS: dict[str, int] = {}
 _ROW_COLUMNS = (INDEX_DTYPE.names or ())[1:]
 
 Index = NDArray[np.void]
@@ -97,7 +99,8 @@ class BufferFile:
         self.path = path
         self.connection = connect(path)
         self._index: Index | None = None
-        self._inserted: list[tuple[int, Row]] = []  # missing in the cached index, which is rare
+        # Rows inserted since the cached index was built.
+        self._inserted: list[tuple[int, Row]] = []
         self._oldest_s: float | None = None
         self._sizes: list[int] | None = None
 
@@ -306,7 +309,8 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
         yield
         connection.execute("COMMIT")
     except BaseException:
-        if connection.in_transaction:  # after some errors SQLite has already rolled back
+        # After some errors, SQLite has already rolled the transaction back.
+        if connection.in_transaction:
             connection.execute("ROLLBACK")
         raise
 
@@ -337,7 +341,8 @@ def named_disk_full() -> Iterator[None]:
 
 def is_damaged(error: sqlite3.Error) -> bool:
     """Whether the file itself is broken, rather than the disk, the statement or a lock."""
-    is_undecodable = str(error).startswith("Could not decode")  # raised by Python, without a code
+    # An error raised by Python has no code.
+    is_undecodable = str(error).startswith("Could not decode")
     is_corrupt = _primary_code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
     return is_corrupt or is_undecodable or isinstance(error, DamagedFileError)
 

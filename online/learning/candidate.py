@@ -46,11 +46,12 @@ from redraft.online.records.record import Record
 
 P = ParamSpec("P")
 T = TypeVar("T")
-STATE, DRAFT = "state", "draft"  # of a checkpoint: to resume training, and to serve
+# Folders of a checkpoint: to resume training, and to serve the draft.
+STATE, DRAFT = "state", "draft"
 
 
 class NotFiniteError(Exception):
-    """The weights contain a NaN or an infinity and must not be saved."""
+    """The weights contain NaN or infinity, and must not be saved."""
 
 
 def read_hidden_shape(name: str, folder: Path) -> tuple[int, int] | None:
@@ -89,7 +90,7 @@ class Candidate:
     ) -> None:
         """Prepare a candidate of the draft family `name`.
 
-        `target` is the folder of the target, whose embeddings a head borrows.
+        `target` is the folder of the target, whose embeddings a head shares.
         """
         self.family, self.target = _find_learning(name), target
         self.cfg = replace(
@@ -144,7 +145,7 @@ class Candidate:
         """
         self._require_attention(version)
         if self._distillation is not None:
-            self._distillation.close()  # frees its memory before the next draft is loaded
+            self._distillation.close()  # free the memory before the next draft is loaded
         draft = self.load(version)
         self.version = version
         cfg = self.cfg
@@ -170,7 +171,7 @@ class Candidate:
         return read_signal(batch)
 
     def pause(self) -> None:
-        """Leave the device to the servers for a while, if they compute on it and are busy."""
+        """Pause, to leave the device to the servers, if they compute on it and are busy."""
         if self.wait_for_servers is None:
             return
         if self.accelerator.device.type == "cuda":
@@ -278,7 +279,7 @@ class Candidate:
                 shutil.copy(self.version / "config.json", folder / DRAFT)
         except (
             Exception
-        ) as error:  # e.g. a full disk: torch and safetensors have their own names for it
+        ) as error:  # e.g. a full disk, for which torch and safetensors raise errors of their own
             failed.append(error)
         # Every rank waits here until all have written; then the first rank seals the folder.
         if (failed := gather_object(failed)) and self.accelerator.is_main_process:
@@ -313,7 +314,7 @@ class Ranks:
     ) -> T:
         """Call a method of `Candidate` on all ranks; return rank 0's result."""
         if not self.is_alone:
-            broadcast_object_list([(method, args, kwargs)])  # a method travels as its name
+            broadcast_object_list([(method, args, kwargs)])  # methods are sent by name
         return method(self.candidate, *args, **kwargs)
 
     def follow(self) -> None:
@@ -325,7 +326,8 @@ class Ranks:
                 leave(self.candidate.accelerator)
                 return
             method, args, kwargs = order[0]
-            with suppress(NotFiniteError):  # raised on all ranks; rank 0 decides how to continue
+            # The error is raised on all ranks, and rank 0 decides how to continue.
+            with suppress(NotFiniteError):
                 method(self.candidate, *args, **kwargs)
 
     def dismiss(self) -> None:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-SLACK_S = 3600.0  # the wall clock agrees within this distance of the expected time
+SLACK_S = 3600.0  # maximum distance from the expected time at which the wall clock is accepted
 # Seconds for which a clock that jumped must be consistent before it is used again.
 BELIEVED_AFTER_S = 600.0
 
@@ -28,7 +28,7 @@ class _Reading(NamedTuple):
 
 
 class SteadyClock:
-    """A clock that does not follow the wall clock's jumps at once. For use by one thread."""
+    """A clock that does not follow the wall clock's jumps at once. Not thread-safe."""
 
     def __init__(
         self,
@@ -40,17 +40,18 @@ class SteadyClock:
         """Start from the current time of the wall clock if it is plausible.
 
         `wall` is in seconds since the epoch and may jump. `elapsed` is in seconds since an
-        arbitrary moment and may not jump. The wall clock is doubted at first if it is earlier than
+        arbitrary moment and may not jump. The wall clock is not used at first if it is earlier than
         `last_s`, the last time known from before this process, or more than `max_gap_s` after it.
         """
         self._wall, self._elapsed = wall, elapsed
         now = _Reading(wall(), elapsed())
         gap_s = 0.0 if last_s is None else now.wall_s - last_s
         is_likely = -SLACK_S <= gap_s <= max_gap_s
-        # If the clock is doubted, time continues from `last_s`, which is `wall_s` minus the gap.
+        # If the wall clock is not used, time continues from `last_s`, which is `wall_s` minus the
+        # gap.
         self._believed = now if is_likely else _Reading(now.wall_s - gap_s, now.elapsed_s)
-        self._doubted: _Reading | None = None  # wall clock at the last jump; None: it is used
-        self.problem = ""  # a sentence while the wall clock is not used, by `now_s`
+        self._doubted: _Reading | None = None  # wall clock at the last jump; None while it is used
+        self.problem = ""  # message from `now_s` while the wall clock is not used
         self.now_s()
 
     def now_s(self) -> float:
@@ -76,7 +77,7 @@ class SteadyClock:
 def _describe(ahead_s: float) -> str:
     way = "ahead of" if ahead_s > 0 else "behind"
     return (
-        f"the clock is {abs(ahead_s) / 3600:.1f} hours {way} the expected time: if it stays so for "
-        f"{BELIEVED_AFTER_S / 60:.0f} minutes, it is believed, and until then records age as "
-        "expected"
+        f"the clock is {abs(ahead_s) / 3600:.1f} hours {way} the expected time: if it "
+        f"stays there for {BELIEVED_AFTER_S / 60:.0f} minutes, it will be used; until then, "
+        "records age by the expected time"
     )

@@ -1,4 +1,4 @@
-"""Settings of the draft, the buffer, training, and judging a candidate.
+"""Settings for the draft, the buffer, training and the evaluation of candidates.
 
 This module does not load torch, because every command reads the settings.
 """
@@ -64,7 +64,7 @@ class Training:
     accumulation: int = 1
     """Number of micro-batches per optimizer step. Raise it if a step does not fit into memory."""
     records_per_candidate: int = 128
-    """Number of new records to train on before a candidate is judged."""
+    """Number of new records to train on before a candidate is evaluated."""
     max_lag_records: int = 256
     """Maximum backlog of new records. If more are waiting, the oldest are skipped as new records,
     but can still be replayed. After a shift of the traffic, a learner that is slower than its
@@ -103,8 +103,8 @@ class Training:
             )
         if not (self.lr > 0 and self.max_grad_norm > 0):
             raise ValueError(
-                f"training.lr is {self.lr}, max_grad_norm {self.max_grad_norm}: both must be "
-                "above 0"
+                f"training.lr is {self.lr} and max_grad_norm is {self.max_grad_norm}: "
+                "both must be above 0"
             )
 
 
@@ -117,13 +117,13 @@ class Judging:
     samples. Used only until a server reports its own method.
     """
     held_out_per_domain: int = 200
-    """Number of held-out requests per domain on which a candidate is judged; the newest ones are
+    """Number of held-out requests per domain on which a candidate is evaluated; the newest ones are
     used. A prompt counts once, however often it was sent.
     """
     domains: tuple[str, ...] = ()
-    """Domains that are always judged separately. Because clients can invent domains, any domain not
-    listed here is judged separately only if at least two tenants send it, or if there is only one
-    tenant. All remaining domains count as one domain, `other`.
+    """Domains that are always evaluated separately. Because clients can invent domains, any domain
+    not listed here is evaluated separately only if at least two tenants send it, or if there is
+    only one tenant. All remaining domains count as one domain, `other`.
     """
 
 
@@ -148,13 +148,13 @@ class BufferConfig:
     `training.replay_per_step` times the size of a record, at 2 bytes per number.
     """
     held_out_fraction: float = 0.2
-    """Fraction of all prompts whose records are held out to judge candidates. A secret key in the
-    folder selects them, so that clients cannot. With 0.2, the gate can give its first verdict
+    """Fraction of all prompts whose records are held out to evaluate candidates. A secret key in
+    the folder selects them, so that clients cannot. With 0.2, the gate can give its first verdict
     within 200 requests; a fleet with thousands of requests per hour can use less.
     """
     tenant_share: float = 0.2
-    """Maximum share of one tenant (X-Redraft-Tenant) of the held-out requests that judge a
-    candidate, of replayed records, and of the bytes of a full buffer. All requests without the
+    """Maximum share of one tenant (X-Redraft-Tenant) in the held-out requests that evaluate a
+    candidate, in replayed records, and in the bytes of a full buffer. All requests without the
     header count as one tenant. If there are fewer than 1 / tenant_share tenants, each may have an
     equal share, so a single tenant may have everything. Set this to 1 if you trust all tenants.
     """
@@ -185,6 +185,6 @@ class Replay:
     half_life_s: float = 3600
     """Age difference in seconds that halves the probability of drawing a record."""
     surprise: float = 4
-    """Preference for records that the draft predicted badly: a record whose draft tokens were all
+    """Preference for records that the draft predicted poorly: a record whose draft tokens were all
     rejected is drawn up to (1 + this) times as often as one whose tokens were all accepted.
     """

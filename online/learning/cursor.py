@@ -1,7 +1,7 @@
-"""The buffer's checkpoints, forgotten tenants and past weights, in two files with checksums.
+"""The buffer's checkpoints, deleted tenants and past weights, in two files with checksums.
 
-    cursor.json       commits of checkpoints, the forgotten tenants, and weights of the target that no longer count
-    forgotten.json    a copy of the forgotten tenants, because a promise must outlive one damaged file
+    cursor.json       commits of checkpoints, the deleted tenants, and target weights whose records are excluded
+    forgotten.json    a copy of the deleted tenants, which must survive one damaged file
 
 A damaged file is set aside and reported. Checkpoints and versions then show how far training had
 progressed.
@@ -39,7 +39,7 @@ class _Fields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cursor:
-    """Commits, forgotten tenants and past weights. Not thread-safe.
+    """Commits, deleted tenants and past weights. Not thread-safe.
 
     They are kept in memory if `folder` is None.
     """
@@ -47,9 +47,9 @@ class Cursor:
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
         self.commits: tuple[Commit, ...] = ()  # Newest first.
-        self.forgotten: dict[str, float] = {}  # Time of deletion by the tenant's SHA-256.
-        self.past: frozenset[str] = frozenset()  # weights whose records no longer count
-        self.damage: list[str] = []  # A sentence for every file that was damaged or missing.
+        self.forgotten: dict[str, float] = {}  # Time of deletion, by SHA-256 of the tenant's name.
+        self.past: frozenset[str] = frozenset()  # weights whose records are excluded
+        self.damage: list[str] = []  # One message for each file that was damaged or missing.
         if folder is not None:
             self._read(folder)
 
@@ -65,7 +65,7 @@ class Cursor:
         self.commits = commits
 
     def forget(self, tenant_sha256: str, time_s: float) -> None:
-        """Add a tenant to the forgotten ones.
+        """Add a tenant to the deleted ones.
 
         Raises:
             OSError: if the disk cannot be written.
@@ -99,8 +99,8 @@ class Cursor:
         cursor, again = self._read_one(folder / CURSOR), self._read_one(folder / FORGOTTEN)
         if cursor:
             self.commits, self.past = cursor.trained, cursor.past
-        # Take the union: a tenant is forgotten if either file lists it, with the later of two
-        # times.
+        # Take the union: a tenant counts as deleted if either file lists it, at the later of the
+        # two times.
         for file in filter(None, (cursor, again)):
             for tenant_sha256, time_s in file.forgotten.items():
                 self.forgotten[tenant_sha256] = max(
@@ -120,14 +120,14 @@ class Cursor:
 
     def _tell(self, folder: Path, *lost: str) -> None:
         consequences = {
-            CURSOR: "the position of training is read from checkpoints or versions",
-            FORGOTTEN: f"the {len(self.forgotten)} forgotten tenants are read from {CURSOR}",
+            CURSOR: "the training position was recovered from checkpoints or versions",
+            FORGOTTEN: f"the {len(self.forgotten)} deleted tenants were read from {CURSOR}",
         }
         for name in filter(None, lost):
             self.damage.append(f"{folder / name} was missing or damaged: {consequences[name]}")
         if all(lost):
             self.damage.append(
-                "the list of forgotten tenants is lost: repeat `redraft fleet forget` for each of "
+                "the list of deleted tenants is lost: repeat `redraft fleet forget` for each of "
                 "them"
             )
 

@@ -1,4 +1,4 @@
-"""Choose the requests that judge a candidate, and the records that are replayed.
+"""Choose the requests on which candidates are evaluated, and the records to replay.
 
 Prompts are distinct, and each tenant has a limited share. All functions are pure.
 
@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from redraft.online.learning.buffer_file import Index
 from redraft.online.learning.config import Replay
 
-OTHER = "other"  # all domains not judged by themselves; it has no verdict
-MAX_DOMAINS = 32  # maximum number of separate domains, besides the known ones
+OTHER = "other"  # all domains that are not evaluated separately; this one is not evaluated
+MAX_DOMAINS = 32  # maximum number of separate domains, in addition to the known ones
 
 FULL_TENANT, LEAST_FULL = 20, 5
 """A tenant with FULL_TENANT requests counts in full, and smaller tenants count together, so that a
@@ -34,7 +34,7 @@ many small tenants do not count as one next to a large one.
 
 @dataclass(frozen=True, kw_only=True)
 class EvidenceLimits:
-    """Limits on the requests that judge a draft."""
+    """Limits on the requests on which a draft is evaluated."""
 
     per_domain: int
     """Maximum number of requests per domain."""
@@ -49,7 +49,7 @@ class EvidenceLimits:
 
 
 def choose_evidence(held_out: Index, names: Mapping[str, str], limits: EvidenceLimits) -> list[int]:
-    """Return the sequence numbers of the records that judge a draft, in ascending order.
+    """Return the sequence numbers of the records on which a draft is evaluated, in ascending order.
 
     They make up whole requests, the newest ones in every domain. `held_out` is the index of all
     held-out records, and `names` comes from `name_domains`. A prompt counts once, with its newest
@@ -73,7 +73,7 @@ def choose_evidence(held_out: Index, names: Mapping[str, str], limits: EvidenceL
     taken = take_fairly(
         [tenants[row] for row in rows], len(rows), limits.tenant_share, limits.at_least
     )
-    # So far, one row stood for each request. Judging needs all of its segments.
+    # So far, there is one row per request, but the evaluation needs all of its segments.
     requests = held_out["request"][[rows[position] for position in taken]]
     return [int(seq) for seq in held_out["seq"][np.isin(held_out["request"], requests)]]
 
@@ -88,7 +88,7 @@ def _take_newest_requests(held_out: Index) -> list[int]:
 
 
 def name_domains(index: Index, known: Collection[str]) -> Mapping[str, str]:
-    """Return the name under which each domain of the index is judged and shown.
+    """Return the name under which each domain of the index is evaluated and shown.
 
     Known domains keep their names, and so do the MAX_DOMAINS largest other domains, ranked by
     number of tenants and then by number of records. All remaining domains are named OTHER. In a
@@ -148,7 +148,7 @@ def take_fairly(tenants: Sequence[str], count: int, share: float, at_least: int)
     # 33 + 20 + 20 = 73, then 24 + 20 + 20 = 64, then 61, and stays at 60, because 20 is a third of
     # 60.
     while size > (possible := int(np.minimum(counts, _part(share, size)).sum())):
-        size = possible  # fewer in all, so a part is smaller, too
+        size = possible  # the total is smaller, and so is each part
     limit = _part(share, size)
     if size < (needed := min(at_least, count, len(tenants))):
         size = needed

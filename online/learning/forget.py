@@ -1,12 +1,12 @@
-"""Forget a tenant.
+"""Delete a tenant's data.
 
 Every record of the tenant that a learner can reach is deleted. Drafts that were trained on the
 tenant's records cannot be corrected, and are listed.
 
 buffer, quarantine          overwritten
 spool, log                  emptied into the buffer, which drops these records; overwritten
-records that arrive later   dropped because of the list of forgotten tenants
-drafts                      not changed; versions that may have learned are listed
+records that arrive later   dropped because of the list of deleted tenants
+drafts                      not changed; versions that may have been trained on the records are listed
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from redraft.online.records.origin import stored_name
 if TYPE_CHECKING:
     from redraft.online.learning.stream import StreamSource
 
-DRAIN_S = 10.0  # to delete records in flight too; bounded, because traffic may never pause
+# Maximum time to delete records in flight too; limited, because traffic may never pause.
+DRAIN_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +42,9 @@ class Forgotten:
     unreadable files.
     """
     learned: tuple[str, ...]
-    """Versions that may have learned from the tenant's records in the buffer."""
+    """Versions that may have been trained on the tenant's records in the buffer."""
     is_in_training: bool
-    """Whether the draft in training may also have learned from them."""
+    """Whether the draft in training may also have been trained on them."""
     clean: str | None
     """Newest published version whose training ended before these records arrived."""
     current: str | None
@@ -108,7 +109,7 @@ class Reach:
         drained, until_s = Taken(), time.monotonic() + DRAIN_S
         if self.stream is not None:
             await self.stream.close()
-        with suppress(FileNotFoundError):  # no server has made the spool yet
+        with suppress(FileNotFoundError):  # no server has created the spool yet
             # Adding counters drops zeros, so a read without records has no counts and ends the
             # loop.
             while (taken := await self.take()).counts and time.monotonic() < until_s:

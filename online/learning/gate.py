@@ -7,7 +7,7 @@ are paired. The bounds are computed from the spread between requests, not betwee
 positions within a request are correlated, and treating them as independent would make any candidate
 look proven.
 
-A learner judges one candidate after another against the same incumbent, on largely the same
+A learner compares one candidate after another with the same incumbent, on largely the same
 requests. With an error of 5% per look, one of ten candidates without enough gain would often pass.
 Each look therefore gets a share of the 5% (`spent_confidence`), and the shares of all looks since
 the last promotion sum to at most 5%, however many there are.
@@ -16,7 +16,8 @@ Domains are a second check on a candidate that gains overall. Each look uses the
 The evidence of a rare domain hardly grows. A bound that widened with the number of looks would soon
 block every candidate, whatever its gain.
 
-Ranges of context lengths are a third one. Only a proven loss in one counts against a candidate.
+Ranges of context lengths are a third check. Only a proven loss in one of them counts against a
+candidate.
 
 N = requests
 """
@@ -56,16 +57,16 @@ class Policy:
     only if the lower confidence bound of its gain is above this value.
     """
     max_domain_loss: float = 0.1
-    """Maximum loss of tau in any judged domain. A candidate is promoted only if the lower
-    confidence bound of each domain is within it. Over ten looks, a candidate that loses exactly
-    this much in a domain of 20 to 100 requests passes in 8% to 27% of the cases, and one that loses
-    twice as much never passes (`benchmarks/decisions.py`). A candidate that is proven to lose more
-    than this in a range of context lengths is rejected as well.
+    """Maximum loss of tau in any domain that is evaluated. A candidate is promoted only if the
+    lower confidence bound of each domain is within it. Over ten looks, a candidate that loses
+    exactly this much in a domain of 20 to 100 requests passes in 8% to 27% of the cases, and one
+    that loses twice as much never passes (`benchmarks/decisions.py`). A candidate that is proven to
+    lose more than this in a range of context lengths is rejected as well.
     """
     confidence: float = 0.95
     """Confidence that no candidate without a gain is promoted, for all candidates since the last
-    promotion together. The more candidates have been judged since then, the more evidence the next
-    one needs.
+    promotion together. The more candidates have been compared since then, the more evidence the
+    next one needs.
     """
     min_requests: int = 24
     """Minimum number of held-out requests for a verdict; bounds on fewer are too wide. With 24, a
@@ -73,7 +74,7 @@ class Policy:
     nearly always (`benchmarks/decisions.py`).
     """
     min_domain_requests: int = 20
-    """Minimum number of held-out requests to judge a domain separately. Smaller domains are only
+    """Minimum number of held-out requests to evaluate a domain separately. Smaller domains are only
     mentioned in the reason, because otherwise a single rare domain would block every candidate.
     """
 
@@ -119,7 +120,7 @@ class Verdict:
     overall: Gain | None
     domains: dict[str, Gain]
     contexts: dict[str, Gain]
-    """By length of the context, in ascending order."""
+    """By context length, in ascending order."""
 
 
 def judge(
@@ -131,12 +132,13 @@ def judge(
     modes: Sequence[str] = (),
     contexts: Parts | None = None,
 ) -> Verdict:
-    """Judge a candidate; row i of each sequence belongs to the same held-out request.
+    """Return the verdict on a candidate.
 
-    If there are several thinking `modes`, they are judged in the same way as domains. Each request
-    is then in two groups. `contexts` has parts of the same counts. A proven loss in one of several
-    ranges of lengths rejects the candidate. A missing proof does not hold it up, because there are
-    many ranges with few requests each.
+    Row i of each sequence belongs to the same held-out request. If there are several thinking
+    `modes`, they are evaluated in the same way as domains. Each request is then in two groups.
+    `contexts` has parts of the same counts. A proven loss in one of several ranges of lengths
+    rejects the candidate. A range without a proof does not, because there are many ranges with few
+    requests each.
 
     `look` is 1 for the first verdict after a promotion, 2 for the next one, and so on. A verdict
     without enough requests (`overall` is None) does not count as a look.
@@ -148,11 +150,11 @@ def judge(
     spent = spent_confidence(policy.confidence, look)
     if not len(candidate) == len(incumbent) == len(domains):
         raise ValueError(
-            f"candidate, incumbent and domains must pair up, got {len(candidate)}, "
+            f"candidate, incumbent and domains must have the same length, got {len(candidate)}, "
             f"{len(incumbent)} and {len(domains)}"
         )
     # The served draft is finite, so such a count is the caller's mistake. For a candidate, it is a
-    # finding about that candidate.
+    # reason to reject it.
     if not _is_sane(incumbent):
         raise ValueError("the incumbent's counts must be finite, drafts >= 0 and accepted >= 0")
     if not _is_sane(candidate):
@@ -179,12 +181,12 @@ def judge(
                 unjudged.append(f"{name} ({rows_N.sum()})")
     by_context = _judge_contexts(contexts or {}, policy)
     decision, why = _decide(overall, judged, by_context, policy)
-    note = f"; not judged by themselves: {', '.join(unjudged)}" if unjudged else ""
+    note = f"; not evaluated separately: {', '.join(unjudged)}" if unjudged else ""
     return _verdict(decision, f"{why}{note}", overall, judged, by_context)
 
 
 def _judge_contexts(contexts: Parts, policy: Policy) -> dict[str, Gain]:
-    """The gain by length of the context; empty if all blocks begin in one range of lengths."""
+    """Return the gain by context length; empty if all blocks begin in one range of lengths."""
     found = {}
     for power, sides in sorted(contexts.items()) if len(contexts) > 1 else ():
         counts_N4, usable_N = _pair_counts(*sides)

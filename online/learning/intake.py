@@ -44,9 +44,10 @@ from redraft.online.records.record import (
 )
 from redraft.online.records.spool import list_abandoned, spool_files
 
-BATCH_RECORDS, BATCH_BYTES = 1024, 64 << 20  # records and bytes of one transaction, all in memory
+# Maximum number of records and bytes in one transaction, which are all in memory.
+BATCH_RECORDS, BATCH_BYTES = 1024, 64 << 20
 
-Sums = dict[tuple[str, str], AcceptanceCounts]  # by (domain and thinking mode, draft version)
+Sums = dict[tuple[str, str], AcceptanceCounts]  # keyed by (domain and thinking mode, draft version)
 
 MAX_SUMS = 256
 
@@ -104,11 +105,11 @@ class Spool:
             file = open_file(path)
         except (
             FileNotFoundError
-        ):  # the server has removed it in the meantime, to stay within the spool's budget
+        ):  # the server has removed the file in the meantime, to stay within the spool's budget
             return Taken()
         except (
             OSError
-        ):  # another user's file, a pipe, a folder: the files after it must not wait for it
+        ):  # another user's file, a pipe or a folder, which must not delay the files after it
             stays["spool_unreadable"] += 1
             taken = Taken()
         else:
@@ -121,7 +122,7 @@ class Spool:
             self.buffer.counts += stays
         else:
             try:
-                # Overwritten only for a forgotten tenant, because this costs a write of the whole
+                # Overwritten only if a tenant was deleted, because this takes a write of the whole
                 # file and a flush.
                 if taken.counts["forgotten"]:
                     overwrite(path)
@@ -129,7 +130,7 @@ class Spool:
             except OSError:
                 self._passed_over.add(
                     path.name
-                )  # its records are stored: the files after it need not wait
+                )  # the records are stored, so the files after this one need not wait
                 raise
         return taken + Taken(counts=stays)
 
@@ -166,10 +167,10 @@ class Spool:
 def _read(file: BinaryIO, stays: Counter[str]) -> Frames:
     """Yield the file's frames. If the disk cannot read them, the file is counted in `stays`."""
     try:
-        if not os.fstat(file.fileno()).st_size:  # a power cut leaves the name without the bytes
+        if not os.fstat(file.fileno()).st_size:  # a power failure may leave an empty file
             yield b"", CorruptRecordError("an empty file")
         yield from read_frames(file)
-    except OSError:  # the disk cannot read on
+    except OSError:  # the disk cannot read the rest
         stays["spool_unreadable"] += 1
 
 
@@ -263,12 +264,14 @@ def count_acceptance(record: Record) -> AcceptanceCounts:
 
 def _find_unfit(record: Record, vocab_size: int) -> Fault | None:
     """Return why an intact record is unfit for training; None if it is fit."""
-    if not len(record.positions):  # first: without rows the other columns have no shape
+    # Checked first, because without rows the other columns have no shape.
+    if not len(record.positions):
         return Fault("no_rows", "no row")
     draft_ids = record.draft_ids[record.draft_ids != -1]
     for ids in (record.context_ids, record.output_ids, record.topk_ids, draft_ids):
         if ids.min(initial=0) < 0 or ids.max(initial=0) >= vocab_size:
             return Fault("outside_vocabulary", f"token ids outside the vocabulary of {vocab_size}")
-    if (record.topk_log_probs > 1e-3).any():  # rounding may lift a certain token a little above 0
+    # Rounding may raise the log-probability of a certain token slightly above 0.
+    if (record.topk_log_probs > 1e-3).any():
         return Fault("bad_probabilities", "log-probabilities that are positive")
     return None

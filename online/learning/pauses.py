@@ -1,6 +1,6 @@
 """Pauses of a learner that computes on its servers' cores or GPU.
 
-    micro-step ─► do requests run? ─► wait until none does, or for LONGEST times the micro-step
+    micro-step ─► are requests running? ─► wait until none is, or for LONGEST times the micro-step
 
 On a CPU, nice levels are not enough, because the learner would still share caches and memory
 bandwidth with a server. A GPU gives two processes equal shares of its time.
@@ -51,4 +51,4 @@ class Pauses:
         # not used, because writing that page takes the server as long as a step.
         with suppress(httpx.HTTPError, ValueError, KeyError, TypeError):
             return bool(self._http.get(f"{url}/load").json()["server_load"])
-        return False  # it starts, or has gone
+        return False  # the server is starting, or is gone

@@ -58,7 +58,7 @@ def penalise(record: Record) -> Record:
         else np.zeros(len(rows))
     )
     logits_RK = log_probs_RK + total_R[:, None]
-    # As in vLLM: a repetition penalty applies to tokens of the prompt and the output, and divides
+    # As in vLLM, a repetition penalty applies to tokens of the prompt and the output, and divides
     # positive logits but multiplies negative ones. Then frequency and presence penalties are
     # subtracted, for tokens of the output only.
     factor = sampling.repetition_penalty

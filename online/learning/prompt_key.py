@@ -47,12 +47,12 @@ class PromptKey:
 
     @classmethod
     def make(cls) -> PromptKey:
-        """Make a new key that lasts only as long as this process."""
+        """Create a new key that lasts only as long as this process."""
         return cls(make_secret())
 
     def hash(self, record: Record) -> Hashes:
         # Hash the prompt only: answers to one prompt differ, and training on one answer would leak
-        # into judging by another.
+        # into the evaluation on another.
         prompt = self._digest(record.context[: 4 * record.num_prompt_tokens])  # int32 ids
         # Clients choose part of a request's id; a server uses a new id at every start.
         request = self._digest(prompt + f"{record.server_id}\0{record.request_id}".encode())
@@ -69,13 +69,13 @@ class OpenedKey:
     """Records up to this number were hashed with a different key and get new hashes at every start.
     """
     damage: tuple[str, ...]
-    """A message for every damaged or missing file."""
+    """One message for each damaged or missing file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Note:
     key_sha256: str
-    """Hash of the key; empty while a lost key is being replaced, when no key matches."""
+    """Hash of the key; empty while a lost key is being replaced, so that no key matches."""
     rehash_through: int
 
 
@@ -94,14 +94,14 @@ def open_key(folder: Path, *, newest: int, has_hashes: bool) -> OpenedKey:
     try:
         note = saved = read_sealed_as(folder / NOTE, _Note, None)
     except DamagedError as error:
-        damage.append(f"{error}: it was written again, for the {KEY} that is there")
-        # The lost note may have been about records hashed with a different key. The same key gives
-        # the same hashes again.
+        damage.append(f"{error}: the file was rewritten for the existing {KEY}")
+        # The lost file may have said which records were hashed with a different key. Rehashing with
+        # the same key gives the same hashes.
         note = _Note(key_sha256=_sha256(secret or b""), rehash_through=newest)
     if problem := _find_problem(secret, note, has_hashes):
         note, secret = _Note(key_sha256="", rehash_through=newest), None
         damage.append(_take_away(folder, problem, note))
-    if secret is None:  # written before the note: a key without a note is no damage
+    if secret is None:  # written before the key's hash, because a key without a hash is not damage
         secret = make_secret()
         write_whole(folder / KEY, secret, mode=0o600)
     # The number is kept, because the files contain hashes made with the lost key until these
@@ -123,21 +123,23 @@ def _find_problem(secret: bytes | None, note: _Note | None, has_hashes: bool) ->
     if secret is None:
         return "was missing" if note or has_hashes else ""
     if len(secret) != KEY_BYTES:
-        return "did not hold a key"
+        return "did not contain a key"
     return (
-        "was not the key that was made here" if note and note.key_sha256 != _sha256(secret) else ""
+        "was not the key that was created here"
+        if note and note.key_sha256 != _sha256(secret)
+        else ""
     )
 
 
 def _take_away(folder: Path, problem: str, note: _Note) -> str:
-    """Set the damaged key aside; return a sentence that reports it."""
-    # This comes first: after a kill on the way, the next start finds no key that fits.
+    """Set the damaged key aside, and return a message about it."""
+    # Written first, so that after a kill in between, the next start finds no matching key.
     write_sealed(folder / NOTE, asdict(note), mode=0o600)
     path = folder / KEY
     aside = f" (it is now {set_aside(path).name})" if path.exists() else ""
     return (
-        f"{path} {problem}{aside}: a new key holds out other prompts, so until the old records "
-        "have expired, a prompt that was trained may judge"
+        f"{path} {problem}{aside}: a new key holds out different prompts, so until the "
+        "old records have expired, candidates may be evaluated on prompts that were trained on"
     )
 
 

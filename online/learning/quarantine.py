@@ -7,7 +7,8 @@ They are set aside for inspection.
 
 The folder is a sample, not an archive: it is limited in files, bytes and age, each reason has a
 share of the files, and a flood of one reason replaces nothing that is younger than a minute. It is
-unknown whose text such bytes contain, so the whole folder is deleted when any tenant is forgotten.
+unknown whose text such bytes contain, so the whole folder is deleted when any tenant's data is
+deleted.
 """
 
 import errno
@@ -25,7 +26,7 @@ MAX_FILES = 256
 MAX_FILES_PER_REASON = 16
 MAX_BYTES = 64 << 20
 MAX_FILE_BYTES = 1 << 20  # Longer frames are cut.
-KEPT_S = 60.0  # an example is not replaced by another of its reason before
+KEPT_S = 60.0  # minimum age in seconds at which a newer example with the same reason replaces one
 SUFFIX = ".frame"
 
 
@@ -40,8 +41,8 @@ class Quarantine:
     ) -> None:
         self.folder, self.max_age_s, self._clock = folder, max_age_s, clock
         self._files: list[tuple[int, str, int]] = []
-        """Time in ns, reason and size of every file, oldest first. Read once: a look into the
-        folder for every bad record would cost more than the record.
+        """Time in ns, reason and size of every file, oldest first. Read once, because listing the
+        folder for every bad record would take longer than reading the record.
         """
         with suppress(OSError):
             for path in sorted(folder.glob(f"*{SUFFIX}")):
@@ -105,7 +106,7 @@ class Quarantine:
         try:
             overwrite(path)
             path.unlink()
-        except FileNotFoundError:  # someone deleted it by hand
+        except FileNotFoundError:  # deleted manually
             pass
         except OSError:
             return False

@@ -20,8 +20,8 @@ from redraft.heads.draft import Batch, TargetSignal
 from redraft.heads.family import Reads
 from redraft.online.records.record import NO_HIDDEN, Record
 
-FILLER = 0  # after a text whose last row predicts the next token: a place for the label
-WIDTH_STEP = 64  # widths are multiples of it, to keep the number of shapes small
+FILLER = 0  # placeholder for the label after a text whose last row predicts the next token
+WIDTH_STEP = 64  # widths are multiples of this, to limit the number of shapes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class TrainingSequence:
 
 def training_sequence(record: Record) -> TrainingSequence:
     """Return the text of a self-contained record, without the rows after rejected draft tokens."""
-    assert not record.context_begin, "first comes join_text"
+    assert not record.context_begin, "apply join_text first"
     rows = np.flatnonzero(record.branches == 0)
     return TrainingSequence(
         input_ids_T=np.concatenate([record.context_ids, record.output_ids]),
@@ -90,7 +90,7 @@ def make_batches(
     """
     top_k = min(
         text.topk_ids_RK.shape[1] for text in texts
-    )  # records from a tap have fewer than a plugin's
+    )  # records from a tap have fewer top-k ids than records from the plugin
     if reads != "nothing":
         texts = [_from_first_state(text) for text in texts]
     cut = [_without_short(_cut(text, sequence_length, top_k), needed_states) for text in texts]
@@ -102,7 +102,7 @@ def make_batches(
     # Every rank must take the same number of rows, because otherwise the collective operations of a
     # step would not match.
     rows += [[]] * (-len(rows) % num_batches)
-    # Rows are dealt in turn: with 6 rows, the first of 2 batches gets rows 0, 2 and 4.
+    # Rows are distributed round-robin: with 6 rows, the first of 2 batches gets rows 0, 2 and 4.
     shares = [
         [[cut[i] for i in row] for row in rows[first::num_batches]] for first in range(num_batches)
     ]
@@ -114,7 +114,7 @@ def make_batches(
         states_BTLD = _lay_out_states(share, width, cut[0].hidden_HLD.shape[1:])
         if reads == "layers":
             signal = replace(batch.signal, aux_BTLD=states_BTLD)
-        else:  # "last" records one state per token
+        else:  # with "last", records contain one state per token
             signal = replace(batch.signal, hidden_BTD=states_BTLD[:, :, 0])
         with_states.append(replace(batch, signal=signal))
     return with_states
@@ -178,7 +178,7 @@ def _with_rows(text: TrainingSequence, kept_R: NDArray[np.bool_], begin: int) ->
 def _lay_out_states(
     rows: Sequence[Sequence[TrainingSequence]], width: int, shape: tuple[int, ...]
 ) -> Tensor:
-    """Return the texts' hidden states, bfloat16 [B, T, L, D], with 0 for tokens without any."""
+    """Return the texts' hidden states, bfloat16 [B, T, L, D], with 0 for tokens that have none."""
     states_BTLD = torch.zeros(len(rows), width, *shape, dtype=torch.bfloat16)
     for b, row in enumerate(rows):
         start = 0
@@ -203,8 +203,8 @@ def _make_batch(
         start = 0
         for text in row:
             end = start + len(text.input_ids_T)
-            # Use the positions of serving, because some heads treat position 0 differently.
-            # `Batch.packed` has counted every text from 0, so the offset is added.
+            # Use the positions at which the tokens were served, because some heads treat position 0
+            # differently. `Batch.packed` has counted every text from 0, so the offset is added.
             batch.position_ids_BT[b, start:end] += text.position
             rows_N.append(b * width + start + text.rows_R)  # in the flattened batch
             ids_NK.append(text.topk_ids_RK)
@@ -216,7 +216,5 @@ def _make_batch(
 
 def _document(text: TrainingSequence) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
     loss_mask = np.zeros(len(text.input_ids_T), bool)
-    loss_mask[text.rows_R + 1] = (
-        True  # the mask is of labels, and row t learns from the label t + 1
-    )
+    loss_mask[text.rows_R + 1] = True  # the mask marks labels, and row t learns from label t + 1
     return text.input_ids_T, loss_mask

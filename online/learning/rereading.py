@@ -1,4 +1,4 @@
-"""Reread recorded token ids with the target, for its distributions and a head's input states.
+"""Run the target over recorded token ids, for its distributions and a head's input states.
 
 A server that reports no probabilities produces records that contain only ids
 (`online.traffic.dialects`). A proxy in front of a server that does report them still gets no hidden
@@ -31,7 +31,7 @@ from redraft.online.records.spool import SpoolWriter
 
 
 def needs_reading(record: Record, reads: Reads) -> bool:
-    """Whether a record lacks what a draft learns from: distributions or, for a head, states.
+    """Whether a record lacks data that a draft learns from: distributions or, for a head, states.
 
     A record with draft tokens comes from the plugin and is complete.
     """
@@ -72,8 +72,8 @@ def read_file(
 ) -> dict[str, int]:
     """Write the scored records of a spool file, remove the file, and count records by outcome.
 
-    If a run is killed, the next run rereads the file, but the learner accepts a record id only
-    once.
+    If a run is killed, the next run processes the file again, but the learner accepts a record id
+    only once.
 
     Raises:
         OSError: if the output cannot be written, in which case the file stays.
@@ -81,7 +81,7 @@ def read_file(
     counts = {"scored": 0, "complete": 0, "of another target": 0, "unreadable": 0}
     frames = []
     with open_file(path) as file:
-        # `Segments` joins later segments with the text before them, as far as it is in this file.
+        # `Segments` joins later segments with the text before them, if it is in this file.
         for _, record in Segments(lambda record_id: None).join(read_frames(file), ()):
             if isinstance(record, CorruptRecordError) or not len(record.output_ids):
                 counts["unreadable"] += 1

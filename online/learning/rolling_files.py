@@ -125,7 +125,8 @@ class RollingFiles:
 
     def each(self, operation: Callable[[BufferFile], T]) -> Iterator[T]:
         """Return the result of `operation` on each file, oldest first, except for damaged files."""
-        for file in list(self.files):  # a copy: a damaged file is removed from the list
+        # Iterate over a copy, because damaged files are removed from the list.
+        for file in list(self.files):
             yield from self.unless_damaged(file, lambda file: [operation(file)], list[T]())
 
     def unless_damaged(
@@ -187,7 +188,7 @@ class RollingFiles:
             new = BufferFile(beside)
             for source, seqs in sources:
                 new.copy(seqs, source)
-        except sqlite3.Error:  # a full disk, or a damaged file
+        except sqlite3.Error:  # the disk is full, or a file is damaged
             if beside is not None:
                 unlink(beside)
             return False
@@ -290,7 +291,7 @@ class RollingFiles:
 
     def _note_damage(self, path: Path | None, error: sqlite3.Error) -> None:
         self.counts["damaged_files"] += 1
-        self.damage.append(f"{path} is damaged ({error}): its records are gone")
+        self.damage.append(f"{path} is damaged ({error}): its records are lost")
 
 
 def _first_number(path: Path) -> int:

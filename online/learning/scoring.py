@@ -42,7 +42,7 @@ Method = Literal["greedy", "probabilistic"]
 NO_MASS = -1e4  # Logarithm of a probability that is 0 in float32.
 
 ByContext = dict[int, AcceptanceCounts]
-"""Counts by the length of the context in which a block begins, keyed as by `split_by_context`."""
+"""Counts by the context length at which a block begins, keyed as by `split_by_context`."""
 
 
 def score(draft: Draft, records: Sequence[Record], **settings: Any) -> list[AcceptanceCounts]:
@@ -80,7 +80,7 @@ def _make_batch(
 ) -> RecordedBatch | None:
     """Return the record's text, with the target's distributions as its request changed them.
 
-    None if the text has no rows.
+    Return None if the text has no rows.
     """
     text = training_sequence(penalise(record))
     if record.constraints:
@@ -105,7 +105,7 @@ def hold_to_text(text: TrainingSequence) -> TrainingSequence:
     constrained distribution p. So 1[draft token = written token] has mean p(draft token), which is
     the acceptance of a greedy draft. For a sampled draft it is a lower bound.
     """
-    kept_R = text.rows_R + 1 < len(text.input_ids_T)  # no token is known after the last
+    kept_R = text.rows_R + 1 < len(text.input_ids_T)  # the token after the last one is unknown
     rows_R, ids_RK = text.rows_R[kept_R], text.topk_ids_RK[kept_R]
     written_R = text.input_ids_T[rows_R + 1]
     # Each id must occur once in its row, so the best one takes the place of the written one.
@@ -192,7 +192,7 @@ def _list_compared(
 def pair_contexts(
     candidate: Mapping[Request, RequestScore], incumbent: Mapping[Request, RequestScore]
 ) -> dict[int, tuple[list[AcceptanceCounts], list[AcceptanceCounts]]]:
-    """The counts of `pair_scores`, for candidate and incumbent, by length of the context.
+    """The counts of `pair_scores`, for candidate and incumbent, by context length.
 
     As with modes, a range that only one of several tenants reaches is left out.
     """
@@ -214,10 +214,10 @@ def pair_contexts(
 
 
 def name_modes(scores: Sequence[RequestScore]) -> list[str]:
-    """Return the thinking mode under which each request is judged.
+    """Return the thinking mode under which each request is evaluated.
 
-    As with domains, a mode that only one of several tenants uses is not judged separately, because
-    any client can request a mode.
+    As with domains, a mode that only one of several tenants uses is not evaluated separately,
+    because any client can request a mode.
     """
     tenants: dict[str, set[str]] = {}
     for score in scores:
@@ -264,7 +264,7 @@ def score_rows(
     steps = take_draft_steps(draft, batch, batch.signal, num_speculative_tokens)
     by_step = [_alpha_by_row(step, batch.signal, sampling, method) for step in steps]
     rows_R = np.array(sorted(by_step[0]), np.int64)
-    # 0 if a later step has no such row, because no block reaches that far.
+    # 0 if a later step has no such row. No block reaches that far.
     accepted_JR = np.array(
         [[accepted.get(row, 0.0) for row in rows_R.tolist()] for accepted in by_step]
     )

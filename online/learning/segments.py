@@ -85,7 +85,7 @@ class Segments:
                 return record
             self._room[request] = FREE_BYTES + MAX_RATIO * before.frame_bytes
         room = self._room.pop(request) + MAX_RATIO * len(frame)
-        self._room[request] = room  # at the end: the newest
+        self._room[request] = room  # move it to the end, as the most recently used
         if len(self._room) > MAX_REQUESTS:
             del self._room[next(iter(self._room))]
         # Checked before the text is read, which takes as long as reading the record itself.

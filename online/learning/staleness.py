@@ -1,10 +1,10 @@
-"""Is the served draft still as good as it was?
+"""Detect whether the served draft has become worse.
 
 Its acceptance on new held-out requests is compared with its acceptance at its promotion.
 
     then   the draft on the held-out requests of the time it became current
     now    the same draft on held-out requests that arrived since then, so both are independent
-    loss   then - now in tau, domain by domain, weighted by today's share of each domain
+    loss   then - now in tau, domain by domain, weighted by the current share of each domain
 
 A draft that training could not improve, and whose acceptance has not fallen since, is not worth
 training: the learner sleeps. It wakes when the loss is proven, when a new domain appears, or, to
@@ -32,7 +32,9 @@ from redraft.online.learning.gate import Policy
 Row = tuple[str, float, float]  # Domain, drafts and accepted draft tokens of one held-out request.
 
 
-FIRST_PAUSE = 4  # candidates without a loss; short: three may not show a slow gain
+# First pause without a proven loss, in candidates. Short, because three candidates may not be enough
+# to show a slow gain.
+FIRST_PAUSE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +71,7 @@ class Staleness:
     tau_then: float
     tau_now: float
     loss: float
-    """tau_then - tau_now; above 0 if acceptance has fallen."""
+    """tau_then - tau_now; positive if acceptance has fallen."""
     low: float
     high: float
     """Upper end of the 95% interval of the loss."""
@@ -115,8 +117,8 @@ def compare(
         f"domain {name} is new" for name in new[:1]
     ]
     return Staleness(
-        # This is not the mean over `then`: with today's shares of the domains, a shift of traffic
-        # alone is not a loss.
+        # This is not the mean over `then`: with the current shares of the domains, a shift of
+        # traffic alone is not a loss.
         tau_then=tau_now + loss.value,
         tau_now=tau_now,
         loss=loss.value,
@@ -128,13 +130,15 @@ def compare(
 
 
 def find_past(rows: Mapping[str, Sequence[Row]], policy: SleepPolicy, gate: Policy) -> list[str]:
-    """Find the targets whose requests no longer show how good a draft is.
+    """Find the targets whose requests no longer represent a draft's acceptance.
 
     They are found from the scores of one draft on the requests of all targets.
 
-    Args: rows: The rows by target: the served target first, then all earlier targets from newest to
-        oldest. policy: The confidence of a difference, in either direction. gate: The smallest
-        number of requests to compare. Targets with fewer are pooled, e.g. if a
+    Args:
+        rows: The rows by target: the served target first, then all earlier targets from newest to
+            oldest.
+        policy: The confidence of a difference, in either direction.
+        gate: The smallest number of requests to compare. Targets with fewer are pooled, e.g. if a
             trainer changes the weights every minute.
 
     Returns:
@@ -225,7 +229,7 @@ class Sleep:
     """
 
     version: str = ""
-    """Version for which `then` was measured; empty before the first time."""
+    """Version for which `then` was measured; empty before the first measurement."""
     drafting: str = ""
     """Draft settings of the measurement, because tau depends on the number of draft tokens."""
     through: int = 0
@@ -235,7 +239,7 @@ class Sleep:
     num_attempts: int = 0
     """Number of training attempts without a gain since the promotion; each doubles the pause."""
     num_passed: int = 0
-    """Number of records passed over since the learner fell asleep."""
+    """Number of records skipped since the learner fell asleep."""
     num_saved: int = 0
     """Total number of skipped records."""
 
@@ -267,7 +271,7 @@ class Sleep:
         return replace(self, is_asleep=False, num_passed=0)
 
     def pass_over(self, num_records: int) -> Sleep:
-        """Return the state, still asleep, after passing over `num_records` more records."""
+        """Return the state, still asleep, after skipping `num_records` more records."""
         return replace(
             self, num_passed=self.num_passed + num_records, num_saved=self.num_saved + num_records
         )
@@ -293,7 +297,7 @@ class Sleep:
             return staleness.reason
         if candidates >= min(FIRST_PAUSE * pause, policy.longest):
             return (
-                f"{self.num_passed + num_waiting} records since the last attempt: is there "
-                "anything to gain by now?"
+                f"{self.num_passed + num_waiting} records since the last attempt, so "
+                "training is tried again"
             )
         return ""

@@ -45,21 +45,25 @@ from redraft.online.records.record import read_frames
 CONSUMER = "learner"
 REGISTRY_ID = "redraft_registry"  # Key in the consumer's metadata.
 REQUEST_RECORDS = 256
-REQUEST_BYTES = 16 << 20  # per request; twice this in memory: one stored, one arriving
+# Bytes per request; up to twice this is in memory, because one batch is stored while the next
+# arrives.
+REQUEST_BYTES = 16 << 20
 REQUEST_EXPIRES_S = 20.0
 SILENCE_S = 5.0  # Seconds after a request has expired before the log counts as gone.
 WAIT_S = 1.0  # Seconds to wait for the first record before `take` returns with nothing.
 # Seconds until an unacknowledged record is delivered again. Slow disks need less.
 ACK_WAIT_S = 60.0
-DUPLICATES_S = 120.0  # in which the log itself drops a record sent twice; then the buffer
+# Time in which the log drops duplicates; later duplicates are dropped by the buffer.
+DUPLICATES_S = 120.0
 
 ERASE_TIMEOUT_S = 10.0
-ERASE_PAUSE_S = 10.0  # no overwriting after a failure: a slow broker costs half of the time
-NO_MESSAGE = 10037  # NATS's error code for a message that is not in the stream (any more).
-OVERLAPPING = (10099, 10100)  # NATS's codes: another consumer of a work queue's subjects
-SAFE_BROKER = (2, 14)  # no acknowledged message lost in trials of full disks; 2.12 lost some
+# Time without overwriting after a failure, so that a slow broker takes at most half of the time.
+ERASE_PAUSE_S = 10.0
+NO_MESSAGE = 10037  # NATS's error code for a message that is not in the stream, or no longer.
+OVERLAPPING = (10099, 10100)  # NATS's error codes for a second consumer of a work queue's subjects
+SAFE_BROKER = (2, 14)  # no acknowledged message was lost in tests with full disks; 2.12 lost some
 ACK_PREFIX = "$JS.ACK."
-REQUEST_OVER = ("404", "408", "409")  # no messages, out of time, at the limit of bytes
+REQUEST_OVER = ("404", "408", "409")  # no messages, request expired, byte limit reached
 
 
 class StreamSource:
@@ -88,10 +92,12 @@ class StreamSource:
         self.buffer, self.vocab_size, self._now_s = buffer, vocab_size, now_s
         self._client: Any = None
         self._pull: Pull | None = None
-        self._erase_from_s = 0.0  # monotonic, then messages are overwritten again; inf: may not
+        # Monotonic time from which messages are overwritten again; infinite if it is not permitted.
+        self._erase_from_s = 0.0
         self.faults: list[
             tuple[str, str]
-        ] = []  # the broker's (name, reason, "" at the end); reports empty it
+            # The broker's faults (name, and a reason or "" at the end), which the reporter clears.
+        ] = []
 
     async def take(self) -> Taken:
         """Move the arrived records into the buffer.
@@ -106,8 +112,8 @@ class StreamSource:
             with wrap_broker_errors(self.ingest):
                 self._pull = self._pull or await self._open()
                 messages = await self._pull.next()
-            # A lazy iterable: the frames are decoded by `store` in its thread, not here on the
-            # event loop.
+            # A lazy iterable, so that `store` decodes the frames in its thread and not on the event
+            # loop.
             frames = chain.from_iterable(read_frames(message.data) for message in messages)
             # If this task is cancelled, the thread continues. The messages are then delivered
             # again, and recognised by id.
@@ -115,8 +121,8 @@ class StreamSource:
                 store, frames, self.buffer, self.vocab_size, self._now_s()
             )
         except BaseException:
-            # The messages are not given back, even if the disk is full: a segment given back would
-            # come after the next one, which needs its text.
+            # The messages are not returned, even if the disk is full, because a returned segment
+            # would arrive after the next one, which needs its text.
             await self.close()
             raise
         await self._release(messages)
@@ -140,7 +146,7 @@ class StreamSource:
                 self.faults.append(("log_not_erased", f"{reason}{cure}"))
         with suppress(
             NatsError, OSError
-        ):  # if the connection is lost on the way, they are delivered again
+        ):  # if the connection is lost in between, the messages are delivered again
             for message in messages:
                 await message.ack()
 
@@ -159,7 +165,7 @@ class StreamSource:
             raise BrokerError(f"a message could not be overwritten: {answer.get('error')}")
 
     async def close(self) -> None:
-        """Give every unacknowledged message back, so that the next `take` receives it at once."""
+        """Return unacknowledged messages to the log, so that the next `take` receives them at once."""
         client, self._client, self._pull = self._client, None, None
         if client is not None:
             with suppress(NatsError, OSError):
@@ -264,7 +270,7 @@ class Pull:
             self._outstanding = 0
             description = headers.get("Description", "")
             # 409 may also mean "Consumer Deleted", and 503 means that there is no responder, so
-            # further requests would be in vain.
+            # further requests would fail too.
             if status not in REQUEST_OVER or "Deleted" in description:
                 self._problem = f"the log's consumer is gone: {status} {description}"
         self._something.set()
@@ -284,7 +290,7 @@ async def provide_stream(
         "subjects": [config.subjects],
         "max_bytes": limits.max_bytes,
         "max_age": limits.max_age_s,
-        "duplicate_window": min(DUPLICATES_S, limits.max_age_s),  # NATS refuses a longer one
+        "duplicate_window": min(DUPLICATES_S, limits.max_age_s),  # NATS rejects a longer window
         "num_replicas": limits.replicas,
     }
     try:
@@ -313,15 +319,15 @@ async def provide_stream(
                 f"{config.stream}: give "
                 "each learner a different nats.fleet"
             )
-        # If the stream lost its newest messages with a disk, an old consumer remembers a later
-        # position and would skip as many new messages as were lost. A new consumer delivers every
+        # If the stream lost its newest messages with a disk, an old consumer has a later position
+        # and would skip as many new messages as were lost. A new consumer delivers every
         # unacknowledged message at once.
         await stream.delete_consumer(config.stream, former.name)
     consumer = ConsumerConfig(
         durable_name=CONSUMER,
         ack_policy=AckPolicy.EXPLICIT,
         ack_wait=ACK_WAIT_S,
-        max_ack_pending=-1,  # no limit: a request has one
+        max_ack_pending=-1,  # no limit here, because each request has one
         metadata={REGISTRY_ID: registry_id} if registry_id else None,
     )
     try:
@@ -340,7 +346,7 @@ async def _make_way(stream: Any, config: Nats) -> None:
         BrokerError: if one of them is running.
     """
     for found in await stream.consumers_info(config.stream):
-        # A running learner nearly always has a request waiting at the broker; a former learner
+        # A running learner nearly always has a pending request at the broker; a former learner
         # never does.
         if found.num_waiting or not found.name.startswith(CONSUMER):
             raise BrokerError(

@@ -44,7 +44,7 @@ class Progress:
     through: int = 0
     """Records up to this number were trained on as new or skipped."""
     records: int = 0
-    """Number of records trained on as new, including records for discarded drafts; 0 without a
+    """Number of records trained on as new, including records for discarded drafts; 0 if there is no
     checkpoint.
     """
     skipped: int = 0
@@ -76,7 +76,7 @@ class Trainer:
         # Duration of the last step, and the part of it in which the step paused for running
         # requests.
         self.step_s = self.paused_s = 0.0
-        self.damage: list[str] = []  # a sentence for every checkpoint that could not be resumed
+        self.damage: list[str] = []  # one message for each checkpoint that could not be resumed
 
     def start(self) -> str:
         """Resume the newest intact checkpoint and return its name.
@@ -109,7 +109,8 @@ class Trainer:
 
         They are used if the buffer has lost its list or is new.
         """
-        if self.buffer.config.folder is None:  # then every run starts at the served version
+        # In this case, every run starts at the served version.
+        if self.buffer.config.folder is None:
             return []
         ends = filter(math.isfinite, self.registry.list_training_ends().values())
         found = [(SERVED, int(max(ends, default=0)))]
@@ -117,7 +118,8 @@ class Trainer:
             found.append(
                 (folder.name, msgspec.convert(read_provenance(folder).progress, Progress).through)
             )
-        newest = self.buffer.newest()  # of a buffer that was removed, a position means nothing
+        # The position is from a buffer that was removed, so it has no meaning.
+        newest = self.buffer.newest()
         return [
             Commit(checkpoint_id=name, through=min(through, newest))
             for name, through in reversed(found)
@@ -127,7 +129,7 @@ class Trainer:
         try:
             verify(checkpoint)
         except (ValueError, OSError) as error:
-            self.damage.append(f"training cannot go on from {checkpoint.name}: {error}")
+            self.damage.append(f"training cannot continue from {checkpoint.name}: {error}")
             return False
         return True
 
@@ -232,7 +234,10 @@ class Trainer:
         self.num_steps = self.num_not_finite = 0
 
     def give_up(self) -> None:
-        """Prevent any start from resuming the draft in training. May be called from any thread."""
+        """Ensure that no later start resumes the draft in training.
+
+        May be called from any thread.
+        """
         self.buffer.commit_trained(SERVED, self.progress.through)
 
     def begin_again(self) -> None:
@@ -247,7 +252,8 @@ class Trainer:
         # not name.
         for (
             checkpoint
-        ) in self._checkpoints():  # never resumed again; a user may want their training undone
+            # Never resumed again, e.g. because a user wants this training undone.
+        ) in self._checkpoints():
             shutil.rmtree(checkpoint, ignore_errors=True)
 
     def pass_over(self, through: int) -> None:
@@ -264,7 +270,7 @@ class Trainer:
         return sorted(found, key=lambda path: _number(path.name))
 
     def _next_number(self) -> int:
-        # Commits count too, because their folders may have been removed, and a name is never used
+        # Include the commits, because their folders may have been removed, and a name is never used
         # twice.
         names = [path.name for path in self._checkpoints()]
         names += [

@@ -11,9 +11,11 @@ from redraft.online.fleet.server import ALARM_SHARE, is_paced
 from redraft.online.journal import AcceptanceEntry, StateEntry, SwapEntry
 from redraft.online.page.history import History
 
-RECENT_S = 300.0  # Period over which the headline's numbers are taken, in seconds.
-SILENT_S = 60.0  # above this age a number is no longer "now", and a curve has a gap
-NOTABLE_TAU = 0.05  # smallest change shown as good or bad: traffic alone makes as much
+RECENT_S = 300.0  # Period covered by the headline's numbers, in seconds.
+# Maximum age of a number shown as current; a larger distance leaves a gap in a curve.
+SILENT_S = 60.0
+# Smallest change shown as good or bad, because traffic alone causes smaller ones.
+NOTABLE_TAU = 0.05
 
 
 class Headline(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +73,8 @@ def compose_headline(
     tau, own = _compute_tau(draft.entries), _compute_own_tau(draft.entries)
     below = f"{learner} {_describe_traffic(draft, now_s)}"
     number = f"{tau:.2f} tokens"
-    is_new = not before and is_paced(draft.entries[-1].pace)  # off until it has learned
+    # The draft is off until it has been trained.
+    is_new = not before and is_paced(draft.entries[-1].pace)
     if own is not None and own < 1 + ALARM_SHARE and not is_new:
         remedy = "If the learner does not roll it back, run redraft fleet rollback."
         return Headline(
@@ -107,7 +110,8 @@ def find_served_draft(history: History) -> ServedDraft | None:
         return None
     servers: dict[str | None, str] = {}
     for entry in recent:
-        servers.pop(entry.server, None)  # to the end: a dict keeps the place of the first entry
+        # Move it to the end, because a dict keeps the position of the first entry.
+        servers.pop(entry.server, None)
         servers[entry.server] = entry.draft_version
     versions = list(servers.values())[::-1]
     version = max(versions, key=versions.count)
@@ -126,7 +130,7 @@ def find_served_draft(history: History) -> ServedDraft | None:
 def _select_entries_before(history: History, version: str) -> list[AcceptanceEntry]:
     """Select the previous version's entries in the RECENT_S before the first swap.
 
-    Rollbacks are skipped, because they brought back a version that had been served before.
+    Rollbacks are skipped, because they restored a version that had been served before.
     """
     first: SwapEntry | None = None
     # Search from the newest swap back to the first one in the latest run of swaps to this version.

@@ -25,8 +25,8 @@ class History:
 
     def select(self, kind: type[E], since_s: float = float("-inf")) -> list[E]:
         kept = []
-        # Search from the newest entry back: entries are in the order of time, so the first one that
-        # is too old ends the search.
+        # Search backwards from the newest entry. Entries are in chronological order, so the first
+        # one that is too old ends the search.
         for entry in reversed(self._kinds.get(kind, ())):
             if entry.time_s < since_s:
                 break

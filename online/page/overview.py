@@ -34,7 +34,9 @@ from redraft.online.page.headline import (
 from redraft.online.page.history import E, History
 
 MAX_POINTS = 180  # Maximum number of points of a server's curve.
-MAX_DOMAIN_POINTS = 90  # of a domain's curve; captured requests are few, so buckets are wide
+# Maximum number of points of a domain's curve; there are few captured requests, so buckets are
+# wide.
+MAX_DOMAIN_POINTS = 90
 MAX_CURVES = 8  # Maximum number of curves in one chart; the rest are summed into one.
 BUCKETS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400)
 
@@ -75,7 +77,7 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     """Start time of the curves."""
     width_s: float
     gap_s: float
-    """Distance in seconds beyond which two points are not connected."""
+    """Gap in seconds above which two points are not connected."""
     headline: Headline
     state: StateEntry | None
     servers: list[Curve]
@@ -205,7 +207,7 @@ def build_curves(
 def find_marks(swaps: Sequence[SwapEntry]) -> list[Mark]:
     """Return one mark per rollout and rollback.
 
-    It is the first successful swap after the fleet was asked for a different version.
+    It is the first successful swap after a different version was requested from the fleet.
     """
     found: list[Mark] = []
     for swap in swaps:
@@ -228,8 +230,8 @@ def _drop_repeats(swaps: Sequence[SwapEntry]) -> list[SwapEntry]:
         successes[swap.server] += swap.outcome in ("swapped", "rolled_back")
         # The number of successes so far separates failures before and after a success.
         key = (swap.server, swap.version, swap.outcome, successes[swap.server])
-        # Without this, the repeat would take the place of the first attempt, because a dict keeps a
-        # key's position.
+        # Without this, the repeated attempt would appear at the first one's position, because a
+        # dict keeps a key's position.
         kept.pop(key, None)
         kept[key] = swap
     return list(kept.values())

@@ -38,7 +38,9 @@ from redraft.online.journal import (
     Verdict,
 )
 
-MAX_VALUES = 64  # of one label: clients choose domain names; the rest counts as `other`
+# Maximum number of values of a label, because clients choose domain names; all others count as
+# `other`.
+MAX_VALUES = 64
 
 DROP_REASONS = (
     *("bad_identifier", "bad_probabilities", "bad_sampling", "corrupt", "corrupt_on_disk"),
@@ -91,7 +93,7 @@ class Telemetry:
     def _make_of_buffer(self) -> None:
         self._records = self._gauge("buffer_records", "Records in the buffer")
         self._bytes = self._gauge("buffer_bytes", "Size of the buffer, in bytes")
-        self._max_bytes = self._gauge("buffer_max_bytes", "Largest size of the buffer, in bytes")
+        self._max_bytes = self._gauge("buffer_max_bytes", "Maximum size of the buffer, in bytes")
         self._held_out = self._gauge(
             "buffer_held_out_records", "Records held out from training, for the gate"
         )
@@ -130,15 +132,15 @@ class Telemetry:
         )
         self._staleness = self._gauge(
             "staleness_tokens",
-            "tau of the served draft at its promotion less tau now, on held-out requests, and the "
-            "95% interval",
+            "tau of the served draft at its promotion less tau now, on held-out requests, "
+            "and the 95% interval",
             "bound",
         )
         self._asleep = self._gauge(
             "asleep", "1 while the learner sleeps, because training is not worth it"
         )
         self._saved = self._gauge(
-            "saved_steps", "Optimizer steps not taken because the learner slept"
+            "saved_steps", "Optimizer steps skipped because the learner slept"
         )
         self._swaps = self._counter("swaps", "Swaps requested of servers, by outcome", "outcome")
         self._swap_s = Histogram(
@@ -181,8 +183,7 @@ class Telemetry:
         for position, accepted in enumerate(entry.accepted_at, 1):
             self._accepted_at.labels(server, position).inc(accepted)
         if self._versions.get(server, entry.draft_version) != entry.draft_version:
-            # A series that was set once is exported until it is removed, so both versions would be
-            # 1.
+            # A series is exported until it is removed, so otherwise both versions would be 1.
             self._version.remove(server, self._versions[server])
         self._versions[server] = entry.draft_version
         self._version.labels(server, entry.draft_version).set(1)
@@ -254,7 +255,7 @@ class Telemetry:
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         gauge = Gauge(f"redraft_{name}", text, labels, registry=self.registry)
         if not labels:
-            gauge.set(math.nan)  # unknown, which is not 0
+            gauge.set(math.nan)  # an unknown value, which must not be shown as 0
         return gauge
 
     def _bounded(self, label: str, value: str) -> str:
@@ -278,7 +279,7 @@ def to_wandb(project: str, folder: Path) -> Observer:
     Raises:
         ModuleNotFoundError
     """
-    import wandb  # slow to import, and an extra
+    import wandb  # imported here, because wandb is optional and slow to import
 
     from redraft.distill.train.loop import write_offline_unless_logged_in  # imports torch
 

@@ -1,1 +1,1 @@
-"""Records of traffic, and the ways they travel from a server to the learner."""
+"""Records of traffic, and their transport from a server to the learner."""

@@ -1,6 +1,6 @@
 """Checks of a decoded record.
 
-A CRC and types prove that nothing was damaged on the way, but not that the sender was right.
+A CRC and types prove that nothing was damaged in transit, but not that the sender was correct.
 
 Every later use relies on these checks: array lengths agree, rows are within the text, numbers are
 finite, an engine can have served the parameters, and the names can be written to the journal, the
@@ -23,12 +23,14 @@ from redraft.online.records.states import BLOCK, state_bytes
 if TYPE_CHECKING:
     from redraft.online.records.record import Record, Sampling
 
-MAX_NAME_CHARS = 200  # version, server, fingerprint: the journal refuses longer ones
-MAX_REQUEST_ID_CHARS = 1024  # Longest request id. Clients choose a part of it, with X-Request-Id.
+# Maximum length of a version, server or fingerprint; the journal rejects longer ones.
+MAX_NAME_CHARS = 200
+# Maximum length of a request id. Clients choose part of it, with X-Request-Id.
+MAX_REQUEST_ID_CHARS = 1024
 MAX_TOP_K = 1 << 20
 MAX_STATE_SIZE = 1 << 20
-"""Largest number of kept ids, of states per token, and of numbers per state. It is far above the
-sizes of any model, and only limits the products of hostile numbers.
+"""Maximum number of kept ids, of states per token, and of numbers per state. It is far above the
+sizes of any model, and only bounds products of malicious sizes.
 """
 
 _NUL = re.compile(r"\0")
@@ -48,7 +50,7 @@ IDENTIFIERS = (
     ("adapter", MAX_NAME_CHARS, _CONTROL),
     ("template_arguments", MAX_ARGUMENTS_CHARS, _CONTROL),
 )
-"""Name, greatest length and forbidden characters. The characters are regular expressions for speed,
+"""Name, maximum length and forbidden characters. The characters are regular expressions for speed,
 because every record is checked.
 """
 
@@ -79,7 +81,7 @@ def find_fault(record: Record) -> Fault | None:
 
 
 def find_bad_sampling(sampling: Sampling) -> str:
-    """Describe a parameter that vLLM would have refused; empty if it accepts all of them."""
+    """Describe a parameter that vLLM would have rejected; empty if it accepts all of them."""
     # These are the ranges of vLLM's SamplingParams. A comparison with NaN is false, so NaN is in no
     # range.
     within = {
@@ -121,14 +123,14 @@ def _find_wrong_length(record: Record) -> str:
 
 def _find_wrong_text(record: Record) -> str:
     if len(record.context) % 4 or len(record.output) % 4:
-        return "inconsistent record: a text that is not whole int32"
+        return "inconsistent record: the text is not a whole number of int32 ids"
     if not 0 <= record.context_begin < 1 << 31:
-        return f"inconsistent record: a context from token {record.context_begin} on"
+        return f"inconsistent record: the context begins at token {record.context_begin}"
     tokens = record.context_begin + len(record.context) // 4
     if not 0 <= record.num_prompt_tokens <= tokens:
         return (
-            f"inconsistent record: a prompt of {record.num_prompt_tokens} tokens in a context "
-            f"of {tokens}"
+            f"inconsistent record: a prompt of {record.num_prompt_tokens} tokens does not "
+            f"fit a context of {tokens}"
         )
     if not (1 if record.context_begin else 0) <= record.sequence < 1 << 31:
         return f"inconsistent record: segment number {record.sequence}"
@@ -145,7 +147,7 @@ def _find_wrong_states(record: Record) -> str:
         and 0 <= size <= MAX_STATE_SIZE
         and 0 <= record.hidden_begin <= tokens
     ):
-        return "inconsistent record: hidden states of an impossible shape"
+        return "inconsistent record: the hidden states have an invalid shape"
     rest = len(record.hidden) % max(1, num_states * state_bytes(record.hidden_format, size))
     if record.hidden and (
         min(num_states, size) < 1 or rest or record.hidden_begin > tokens - record.num_hidden
@@ -164,12 +166,12 @@ def _find_wrong_row(record: Record) -> str:
     is_next_R = (np.diff(record.positions) == 1) & (record.draft_ids[:-1] != -1)
     follows_draft_R = np.concatenate([[False], is_next_R])[:rows]
     if ((hanging_R != 0) & ((hanging_R != follows_R) | ~follows_draft_R)).any():
-        return "inconsistent record: a row follows draft tokens that are not before it"
+        return "inconsistent record: a row follows draft tokens that do not precede it"
     # Number of tokens of the true text before the row. A row needs at least one, and at most as
     # many as exist.
     known_R = record.positions - hanging_R
     if ((known_R < 1) | (known_R > tokens)).any():
-        return f"inconsistent record: a row outside its text of {tokens} tokens"
+        return f"inconsistent record: a row is outside its text of {tokens} tokens"
     return ""
 
 

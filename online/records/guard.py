@@ -54,8 +54,8 @@ class Guard:
 
     def collect(self) -> list[Metric]:
         """Return the Prometheus counter of failed rounds, for `CollectorRegistry.register`."""
-        # Imported here, because the plugin, which has no metrics, loads this module in every
-        # worker.
+        # Imported here, because every worker loads this module for the plugin, which has no
+        # metrics.
         from prometheus_client.core import CounterMetricFamily
 
         failed = CounterMetricFamily(

@@ -17,7 +17,7 @@ from redraft.files.setting_error import SettingError
 from redraft.online.tokens import require_private
 
 NO_DOMAIN = "all"  # Last token of the subject for a record without a domain.
-_UNFIT = re.compile(r"[^A-Za-z0-9_-]")  # dots, stars and blanks mean something in a subject
+_UNFIT = re.compile(r"[^A-Za-z0-9_-]")  # dots, stars and spaces have a meaning in a subject
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class Nats:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamLimits:
-    """Limits on records that no learner has taken yet.
+    """Limits on records that no learner has read yet.
 
     Beyond these limits, the log drops the oldest records.
     """

@@ -4,8 +4,8 @@ A connection belongs to one of two users: the servers, which publish, and the le
 Each of them has a separate inbox, i.e. a subject for the answers it receives. Records reach the
 learner through its inbox, so a user that may subscribe to `_INBOX.>` can read all records.
 
-The owner of a connection reconnects by itself. nats-py's own reconnection is off, because it would
-resend silently.
+The owner of a connection reconnects. nats-py's automatic reconnection is off, because it would
+resend messages silently.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from redraft.online.records.nats_config import Nats, hide_credentials, parse_add
 CONNECT_TIMEOUT_S = 5
 PROBE_TIMEOUT_S = 5.0
 RECONNECT_S = 0.2
-PENDING_BYTES = 64 << 20  # nats-py's 2 MiB would make every publish of large records wait
+PENDING_BYTES = 64 << 20  # with nats-py's 2 MiB, every publish of large records would wait
 
 
 User = Literal["servers", "learner"]
@@ -76,9 +76,10 @@ async def connect(ingest: str, config: Nats, user: User = "servers") -> Any:
             await client.connect(
                 parse_addresses(ingest),
                 name="redraft",
-                allow_reconnect=False,  # it would resend records we resend ourselves
-                # Save the last error of each server for the first connection. nats-py hides why it
-                # failed, so `keep` saves the reason.
+                # With reconnection, nats-py would resend records that we resend ourselves.
+                allow_reconnect=False,
+                # Save each server's last error during the first connection, because nats-py does
+                # not report why it failed.
                 max_reconnect_attempts=1,
                 reconnect_time_wait=RECONNECT_S,
                 connect_timeout=CONNECT_TIMEOUT_S,

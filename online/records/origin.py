@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 EXTRA_ARGS_KEY = "redraft"  # key in `SamplingParams.extra_args` that carries the origin
 # Maximum length of a tenant or domain, which is a column of the buffer and a label of metrics.
 MAX_LABEL_CHARS = 64
-MAX_ARGUMENTS_CHARS = 200  # for the template's arguments, as JSON; longer ones are left out
+# Maximum length of the template arguments as JSON; longer ones are omitted.
+MAX_ARGUMENTS_CHARS = 200
 NOT_ARGUMENTS = {"add_generation_prompt", "continue_final_message", "cohere_format"}
-"""Names that vLLM passes along with the arguments of each request. The last one selects a renderer.
+"""Arguments that vLLM adds to those of each request. The last one selects a renderer.
 """
 
 
@@ -61,7 +62,7 @@ def pack_arguments(arguments: Mapping[str, Any]) -> str:
 
 
 def unpack_arguments(packed: str) -> dict[str, Any]:
-    """Unpack the result of `pack_arguments`; empty for any text that it does not produce."""
+    """Unpack the result of `pack_arguments`; return an empty dict for any other text."""
     try:
         arguments = json.loads(packed or "{}")
     except ValueError:
@@ -81,7 +82,7 @@ def to_label(name: str) -> str:
 
 
 def hash_salt(salt: str | None) -> str:
-    """Hash vLLM's `cache_salt`, a secret that must not reach a log; empty without a salt."""
+    """Hash vLLM's `cache_salt`, a secret that must not reach a log; empty if there is no salt."""
     return hashlib.sha256(salt.encode(errors="surrogatepass")).hexdigest() if salt else ""
 
 
@@ -111,8 +112,8 @@ def _decode(header: str) -> str:
 def read_origin_arguments(extra_args: Mapping[str, Any] | None) -> Origin | None:
     """Read the origin that the API process put into the sampling parameters' extra arguments.
 
-    None if it wrote no origin. In this case, nobody has read the request's headers, so an opt-out
-    would go unnoticed.
+    Return None if it wrote no origin. In this case, the request's headers have not been read, so an
+    opt-out would go unnoticed.
     """
     written = (extra_args or {}).get(EXTRA_ARGS_KEY)
     if not isinstance(written, dict) or written.keys() != set(Origin._fields):

@@ -1,4 +1,4 @@
-"""The outlet of a server's records: a spool folder or the ingest log."""
+"""The destination of a server's records (`Outlet`): a spool folder or the ingest log."""
 
 import errno
 import os
@@ -72,7 +72,7 @@ class Recording(Sample):
         return bool(self.spool or self.ingest)
 
     def make_spool(self) -> None:
-        """Create the spool at the start: a later failure to write to it would only be counted.
+        """Create the spool at the start, because later write failures would only be counted.
 
         Raises:
             OSError: if the folder cannot be created or written.
@@ -112,7 +112,7 @@ class Outlet(Protocol):
 
 
 def open_outlet(config: Recording, server_id: str, guard: Guard) -> Outlet:
-    """Open the configured outlet; its thread runs under the guard.
+    """Open the configured outlet. Exceptions in its thread are handled by `guard`.
 
     Raises:
         ValueError: if no outlet is configured.

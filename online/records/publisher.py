@@ -3,14 +3,15 @@
 Records wait in a bounded queue until JetStream acknowledges them.
 
     capture's thread ─ write ─► queue ─────────────────► this thread (asyncio) ─► JetStream
-                                beyond its size the        ▲                        │ acknowledged: forgotten
+                                beyond its size the        ▲                        │ acknowledged: removed
                                 oldest are dropped         └─ not acknowledged ─────┘
                                 and counted                   back to the front of the queue
 
 A lost broker, a missing stream and a full disk look the same to the publisher: nothing is
-acknowledged. (On a full disk, NATS may stay silent while its health page says ok, so only a publish
-shows the problem.) In that case, one record is sent per second until one is acknowledged. Each
-record carries an id, so JetStream recognises a record that it has already stored.
+acknowledged. (On a full disk, NATS may not answer while its health page reports ok, so only
+publishing shows the problem.) In that case, one record is sent per second until one is
+acknowledged. Each record carries an id, so JetStream recognises a record that it has already
+stored.
 """
 
 import asyncio
@@ -29,15 +30,18 @@ from redraft.online.records.nats_config import Nats
 from redraft.online.records.nats_link import BrokerError, connect, wrap_broker_errors
 from redraft.online.records.record import Frame
 
-MAX_WAITING_BYTES = 256 << 20  # unacknowledged: about a minute of a busy server's traffic
+# Maximum bytes of unacknowledged records: about a minute of a busy server's traffic.
+MAX_WAITING_BYTES = 256 << 20
 WINDOW_BYTES = 8 << 20
-WINDOW_RECORDS = 1024  # Largest batch sent before waiting for acknowledgements.
+WINDOW_RECORDS = 1024  # Maximum number of records sent before waiting for acknowledgements.
 ACK_TIMEOUT_S = 5.0
 RETRY_S = 1.0
 POLL_S = 0.1
 CLOSE_TIMEOUT_S = 5.0
 MESSAGE_ID = "Nats-Msg-Id"
-HEADER_BYTES = 256  # at most; the broker counts them, and disconnects clients above its limit
+# Maximum size of a record's headers, which count towards the broker's limit. The broker disconnects
+# clients that exceed the limit.
+HEADER_BYTES = 256
 
 
 class Publisher:
@@ -59,7 +63,7 @@ class Publisher:
         self.counts: Counter[str] = Counter()
         self.last_error = ""
         self._waiting: deque[Frame] = deque()
-        self._num_bytes = 0  # waiting or on the way
+        self._num_bytes = 0  # waiting or in flight
         self._lock = threading.Lock()
         self._closing_at_s = math.inf
         self._thread = threading.Thread(
@@ -115,7 +119,7 @@ class Publisher:
     async def _publish(self, client: Any) -> None:
         """Publish until the connection is lost or nothing is left to do."""
         stream = client.jetstream()
-        window_bytes = 1  # one record, until the broker has proven that it stores
+        window_bytes = 1  # send one record, until the broker has proven that it stores records
         while not (client.is_closed or self._is_done()):
             frames = self._take(window_bytes)
             if not frames:
@@ -124,7 +128,7 @@ class Publisher:
             try:
                 refused = await self._send(client, stream, frames)
             except Exception:
-                self._put_back(frames)  # the broker recognises those that it has stored already
+                self._put_back(frames)  # the broker recognises records that it has already stored
                 raise
             self._put_back(refused)
             # Frames in flight cannot be dropped. If they filled a small queue, new records would
@@ -145,7 +149,7 @@ class Publisher:
             subject, headers = self.config.subject(frame.domain), {MESSAGE_ID: frame.record_id}
             if (
                 len(frame) + HEADER_BYTES > client.max_payload
-            ):  # nats-py checks the size without the headers
+            ):  # checked here, because nats-py checks the size without the headers
                 self._forget(frame, "dropped_records_too_large")
                 continue
             try:
@@ -179,7 +183,7 @@ class Publisher:
         return refused
 
     def acknowledged(self, frame: Frame) -> None:
-        """Forget a frame, because the broker has it on disk."""
+        """Remove a frame that the broker has stored on disk."""
         self._forget(frame, "published_records")
         self.last_error = ""
 
@@ -187,7 +191,7 @@ class Publisher:
     # the queue
 
     def _take(self, num_bytes: int) -> list[Frame]:
-        """Take the oldest frames, up to `num_bytes` but at least one; empty if no frame waits."""
+        """Take the oldest frames, up to `num_bytes` but at least one; empty if none is waiting."""
         taken: list[Frame] = []
         with self._lock:
             while self._waiting and num_bytes > 0 and len(taken) < WINDOW_RECORDS:

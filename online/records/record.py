@@ -33,17 +33,17 @@ MAGIC = b"RDR1"
 """First bytes of every frame."""
 
 MAX_RECORD_BYTES = 64 << 20
-"""Size limit of a decompressed record in bytes, because a damaged or hostile frame must not fill
-the memory.
+"""Size limit of a decompressed record in bytes, so that a damaged or malicious frame cannot exhaust
+memory.
 """
 
 FREE_BYTES, MAX_RATIO = 1 << 20, 64
-"""A payload may unpack to at most FREE_BYTES plus MAX_RATIO times its size. Records are mostly
-probabilities, which shrink to half at best; only a long prompt that repeats itself shrinks more.
+"""A payload may decompress to at most FREE_BYTES plus MAX_RATIO times its size. Records are mostly
+probabilities, which compress to half at best; only a long, repetitive prompt compresses more.
 """
 
 KEPT_BYTES = 1 << 20
-"""Maximum number of bytes of an unreadable stretch that are kept for inspection."""
+"""Maximum number of bytes kept for inspection from an unreadable stretch."""
 
 MAX_BAD_IN_A_ROW = 16
 """Number of unreadable stretches that are reported one by one before the next good frame. Further
@@ -51,9 +51,9 @@ stretches before it are not reported.
 """
 
 MAX_WASTE = 4
-"""Number of bytes that may be read without result, as a multiple of all bytes, before the remainder
-is skipped. This bounds the work on frames whose lengths overlap, for which reading would otherwise
-be quadratic.
+"""Number of bytes that may be read without result, as a multiple of all bytes, before the rest is
+skipped. This bounds the work on frames whose lengths overlap, for which reading would otherwise be
+quadratic.
 """
 
 LOOKUP, PADDING = 1, 2
@@ -80,7 +80,7 @@ class CorruptRecordError(ValueError):
     def __init__(self, message: str, reason: str = "corrupt") -> None:
         super().__init__(message)
         self.reason = reason
-        """The reason that the record is counted under: a label of the metrics."""
+        """The reason under which the record is counted, used as a metric label."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -335,12 +335,13 @@ def join_text(record: Record, text: bytes) -> Record:
     """
     if len(text) < 4 * record.context_begin:
         raise CorruptRecordError(
-            f"a segment continues a text of {record.context_begin} tokens, not of {len(text) // 4}"
+            f"a segment continues a text of {record.context_begin} tokens, but the text has "
+            f"{len(text) // 4}"
         )
     whole = text[: 4 * record.context_begin] + record.context
     if len(whole) + record.num_bytes > MAX_RECORD_BYTES:
         raise CorruptRecordError(
-            f"oversized record: a text of {len(whole) // 4} tokens", "oversized"
+            f"oversized record: the text has {len(whole) // 4} tokens", "oversized"
         )
     return msgspec.structs.replace(record, context=whole, context_begin=0)
 
@@ -411,8 +412,9 @@ def _decode_payload(payload: bytes) -> Record:
         fault = find_fault(record)
     except CorruptRecordError:
         raise
-    # Catch every error: hostile bytes can also end in a RecursionError, a UnicodeDecodeError or an
-    # OverflowError. A record that raises such an error would stop the learner at every start.
+    # Catch every error, because malicious bytes can also cause a RecursionError, a
+    # UnicodeDecodeError or an OverflowError. A record that raises such an error would stop the
+    # learner at every start.
     except Exception as error:
         raise CorruptRecordError(f"unreadable record: {type(error).__name__}: {error}") from error
     if fault is not None:
@@ -437,12 +439,12 @@ def _decompress(payload: bytes) -> bytes:
         CorruptRecordError: if the record is too large.
         zstandard.ZstdError: if it cannot be decompressed.
     """
-    # E.g. a payload of 1 MiB may unpack to 64 MiB, and a payload of 1 KiB to 1 MiB and 64 KiB.
+    # E.g. a payload of 1 MiB may decompress to 64 MiB, and a payload of 1 KiB to 1 MiB and 64 KiB.
     most = min(MAX_RECORD_BYTES, FREE_BYTES + MAX_RATIO * len(payload))
     # The size given in the frame overrides max_output_size. It is -1 if the frame gives none.
     if zstandard.frame_content_size(payload) > most:
         raise CorruptRecordError(
-            f"oversized record: {len(payload)} bytes unpack to more than {most}", "oversized"
+            f"oversized record: {len(payload)} bytes decompress to more than {most}", "oversized"
         )
     content: bytes = _decompressors.decompressor.decompress(payload, max_output_size=most)
     return content
@@ -492,7 +494,7 @@ class _Source:
 
     PIECE_BYTES = 1 << 20
     START_BYTES = 8
-    """Bytes that `_HEADER_START` looks at."""
+    """Number of bytes that `_HEADER_START` matches."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -541,7 +543,7 @@ class _Source:
                 return self.size
             begin = max(
                 begin + 1, piece_end - self.START_BYTES + 1
-            )  # a start may lie across the end of the piece
+            )  # a header may span the end of the piece
         return self.size
 
 

@@ -3,9 +3,10 @@
     server ─► .<name>.partial ─ rename ─► <time>-<server>-<number>.records ─► learner reads,
     commits, unlinks
 
-A file appears complete or not at all, and outlives servers and learner. A learner killed between
-commit and unlink rereads the file, so every record arrives at least once. The folder's size is
-bounded: if it exceeds its budget, the oldest files are deleted, whoever wrote them.
+A file appears complete or not at all, and survives restarts of servers and learner. A learner
+killed between commit and unlink reads the file again, so every record arrives at least once. The
+folder's size is bounded: if it exceeds its budget, the oldest files are deleted, whoever wrote
+them.
 """
 
 import os
@@ -81,7 +82,7 @@ class SpoolWriter:
         excess = sum(size for _, size in complete) - self.budget_bytes
         for name, size in complete[
             :-1
-        ]:  # keeps the newest: even a budget below one file lets records through
+        ]:  # keeps the newest file, so that records get through even if one file exceeds the budget
             if excess <= 0:
                 return
             (self.folder / name).unlink(missing_ok=True)
@@ -136,5 +137,5 @@ def _files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
     """
     with os.scandir(folder) as entries:
         for entry in entries:
-            with suppress(FileNotFoundError):  # renamed or taken in the meantime
+            with suppress(FileNotFoundError):  # renamed or removed in the meantime
                 yield entry.name, entry.stat()

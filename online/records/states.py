@@ -49,12 +49,12 @@ def _decode_block(codes_NX: NDArray[np.uint8]) -> NDArray[np.uint16]:
     values_ND = _VALUES[codes_NX[:, :-SCALE_BYTES]]
     with np.errstate(
         over="ignore", invalid="ignore"
-    ):  # of a made-up record; infinite values are refused later
+    ):  # codes of a forged record; infinite values are rejected later
         values_ND *= scale_N1
         bits_ND = values_ND.view(np.uint32)
         # Round to nearest, and ties to even.
         words_ND = ((bits_ND + 0x7FFF + ((bits_ND >> 16) & 1)) >> 16).astype(np.uint16)
-    words_ND[np.isnan(values_ND)] = NAN  # the addition may have made a number of it
+    words_ND[np.isnan(values_ND)] = NAN  # rounding may have turned NaN into a number
     return words_ND
 
 

@@ -1,14 +1,14 @@
-"""Fields that the tap adds to a request and reads in the answer, engine by engine.
+"""Fields that the tap adds to a request and reads from the answer, for each engine.
 
                 paths with answers                                  added fields
     vLLM        /v1/completions, /v1/chat/completions               ids and log-probabilities
     SGLang      the same, not streamed                              ids (read in 0.5.23, not run)
     llama.cpp   the same and /completion, not streamed              ids, and `verbose`
 
-No field is sent that the engine refuses or does not have. Records of SGLang and llama.cpp contain
-only ids: when llama.cpp runs a draft, it reports a probability of 1 for nearly every token, from
-which a draft would learn to be certain. `redraft data score` adds the distributions. TensorRT-LLM
-refuses unknown fields and returns no prompt ids, so its answers cannot be recorded.
+The tap sends no field that the engine rejects or does not have. Records of SGLang and llama.cpp
+contain only ids: when llama.cpp runs a draft, it reports a probability of 1 for nearly every token,
+from which a draft would learn to be overconfident. `redraft data score` adds the distributions.
+TensorRT-LLM refuses unknown fields and returns no prompt ids, so its answers cannot be recorded.
 """
 
 import uuid
@@ -159,7 +159,8 @@ class LlamaCpp(Dialect):
 
     def find_skip_reason(self, payload: Any) -> str:
         if isinstance(payload, dict) and payload.keys() & {"verbose", "return_tokens", "n_probs"}:
-            return "unfit"  # the client's own fields would be taken out of its answer
+            # Otherwise, fields that the client requested would be removed from its answer.
+            return "unfit"
         known = payload
         if isinstance(payload, dict):
             known = {name: value for name, value in payload.items() if name not in OF_LLAMA_CPP}

@@ -23,7 +23,7 @@ from redraft.online.traffic.sockets import TICK_S, BoundedServer, OperatorServer
 
 logger = logging.getLogger("redraft.proxy")
 
-MOST_FILES = 1 << 20  # limit to request if the system sets none
+MOST_FILES = 1 << 20  # limit to request if the system has none
 
 ENDING_S = 20.0
 """Time in seconds for running answers to finish after SIGTERM. Records are then sent: with the 10 s
@@ -67,8 +67,8 @@ class FrontServer(BoundedServer):
         admin: OperatorServer | None = None,
         guard: Guard | None = None,
     ) -> None:
-        # Our own limit is reached first, because uvicorn's would cancel a stream without waiting
-        # for its record.
+        # Our own limit must be reached first, because uvicorn's would cancel a stream without
+        # waiting for its record.
         limit_s = int(ENDING_S) + 2
         super().__init__(app, guard, host=host, port=port, timeout_graceful_shutdown=limit_s)
         self.admin = admin
@@ -85,7 +85,7 @@ class FrontServer(BoundedServer):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Shut down once the running answers have ended, or after `ENDING_S` at the latest.
 
-        Requests that have not fully arrived are not awaited.
+        Requests that have not fully arrived are dropped.
         """
         ending = asyncio.create_task(self._end_connections())
         try:
@@ -94,7 +94,7 @@ class FrontServer(BoundedServer):
             ending.cancel()
 
     async def _end_connections(self) -> None:
-        self.max_waiting = 0  # so all of them are closed, once they make no progress
+        self.max_waiting = 0  # all of them are closed once they make no progress
         for _ in range(int(ENDING_S / TICK_S)):
             self.tick()
             await asyncio.sleep(TICK_S)

@@ -58,14 +58,14 @@ gateway.
 """
 
 OWN_PREFIX = b"x-redraft-"
-REFUSALS = (400, 422)  # statuses of an invalid request, which the engine does not receive
+REFUSALS = (400, 422)  # statuses for an invalid request, which the engine never receives
 NO_CONTENT = (204, 304)  # statuses without a body, whatever their Content-Length is
 
 CLIENT_PATHS = (
     *("v1", "v2", "health", "ping", "version", "tokenize", "detokenize", "inference", "cohere"),
     *("metrics", "pooling", "classify", "score", "rerank", "generative_scoring", "invocations"),
 )
-"""First parts of the paths that vLLM has for clients."""
+"""First components of vLLM's paths for clients."""
 
 ADMIN_PATHS = (
     "/v1/load_lora_adapter",
@@ -75,7 +75,7 @@ ADMIN_PATHS = (
 """Client paths that change the server or can end another client's request."""
 
 URL_HEADERS = (b"location", b"content-location")
-MAX_READ_BYTES = 1 << 20  # of a body that is read whole
+MAX_READ_BYTES = 1 << 20  # maximum size of a body that is read whole
 MAX_JSON_PARTS = 150_000
 """Maximum number of members and elements in a JSON body that is parsed, enough for a prompt of
 131,072 token ids. All streams wait during parsing, which takes tens of milliseconds at this limit.
@@ -84,11 +84,12 @@ MAX_JSON_PARTS = 150_000
 MAX_LENGTH_DIGITS = 18
 
 
-STARTS_PER_TURN = 4  # requests started per turn; a start takes as long as a dozen chunks
+# Requests started per turn; starting one takes as long as forwarding a dozen chunks.
+STARTS_PER_TURN = 4
 
 
 class Turnstile:
-    """Lets a few requests start per turn of the event loop.
+    """Limits how many requests start per turn of the event loop.
 
     Otherwise streams would stall while hundreds of requests arrive.
     """
@@ -116,7 +117,7 @@ class Turnstile:
         self._started = min(STARTS_PER_TURN, len(self._waiting))
         for _ in range(self._started):
             turn = self._waiting.popleft()
-            if not turn.done():  # unless the client has disconnected
+            if not turn.done():  # the future may be cancelled, because the client has disconnected
                 turn.set_result(None)
         if self._started:
             asyncio.get_running_loop().call_soon(self._begin_turn)
@@ -187,7 +188,7 @@ class Body:
             yield piece
 
     async def wait_for_disconnect(self) -> None:
-        """Return once the client has disconnected.
+        """Wait until the client disconnects.
 
         After the body, the only possible message is the disconnect.
         """
@@ -312,8 +313,8 @@ class Proxy:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await (
                 reply.aclose()
-                # This happens before the client knows that the answer has ended, so that its next
-                # request finds this connection free.
+                # Done before the client receives the end of the answer, so that its next request
+                # finds this connection free.
             )
             await send({"type": "http.response.body"})
         except BrokenError as error:
@@ -382,7 +383,7 @@ class Proxy:
 
 def _refuse_path(path: str) -> Response | None:
     """Return the answer for a path that is not open to clients; None for any other path."""
-    if not {".", ".."}.isdisjoint(path.split("/")):  # it could resolve to /redraft/...
+    if not {".", ".."}.isdisjoint(path.split("/")):  # such a path could resolve to /redraft/...
         return _respond_with_error(400, "a path that contains . or .. is not forwarded")
     return Response(status_code=404) if path.rstrip("/") in ADMIN_PATHS else None
 
@@ -414,7 +415,7 @@ def _build_response_headers(relayed: Relayed) -> list[Header]:
     ]
     is_chunked = any(
         name == b"transfer-encoding" for name, _ in reply.headers
-    )  # a length in addition to it is meaningless
+    )  # with chunked encoding, a length is meaningless
     if relayed.is_changed or is_chunked or reply.status in NO_CONTENT:
         headers = [header for header in headers if header[0] != b"content-length"]
     if relayed.length is not None:
@@ -439,7 +440,7 @@ def _build_error_event(error: BrokenError) -> bytes:
     content = {"error": {"message": message, "type": "server_error", "code": 502}}
     return (
         b"\n\ndata: " + json.dumps(content).encode() + b"\n\n"
-    )  # the blank line ends an event that was cut off
+    )  # the blank line ends an event that was truncated
 
 
 def _count_parts(body: bytes) -> int:

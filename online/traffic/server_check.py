@@ -32,14 +32,16 @@ from redraft.online.traffic.upstream import ForwardedRequest, Upstream
 logger = logging.getLogger("redraft.tap")
 
 CHECK_S = 0.5  # Seconds between two decisions whether to check the server.
-# Minimum seconds between two checks that generated answers, or that were refused with a key.
+# Minimum seconds between two checks that generate answers, or whose key is refused.
 COST_PAUSE_S = 60.0
 TIMEOUT_S = 60.0
 # Maximum sum of the most probable tokens' probabilities. It may exceed 1, because log-probabilities
 # are rounded.
 MAX_TOTAL = 1.01
 MAX_CHANGE = (
-    0.5  # of a log-probability with a different top_p; after the filter, it would be far more
+    # Maximum change of a log-probability with a different top_p; after the filter, it would be far
+    # larger.
+    0.5
 )
 PROMPT = "The"
 PROMPTS = (
@@ -108,14 +110,14 @@ class ServerCheck:
         """
         self.top_k, self.guard, self.defaults = top_k, guard, defaults
         self.verdict: Verdict | None = None  # None until the server has been checked.
-        self.problem = ""  # Why it is not checked yet.
+        self.problem = ""  # Why the server has not been checked yet.
         self.authorization = f"Bearer {key}" if key else ""
         self._has_own_key = bool(key)
-        self._wants_key = False  # The server has refused a check without one.
-        self._next_s = 0.0  # No check before this time.
+        self._wants_key = False  # Whether the server has refused a check without a key.
+        self._next_s = 0.0  # Time before which no check is made.
 
     def offer_key(self, authorization: str) -> None:
-        """Use the key from a client's request that the server has answered, if a key is missing."""
+        """Use the key from a client's request that the server has answered, if no key is set."""
         if self._wants_key and not self.authorization:
             self.authorization = authorization
 
@@ -148,7 +150,7 @@ class ServerCheck:
         except UnfitError as error:
             verdict = Verdict(problem=str(error))
         except (NotYetError, TimeoutError) as error:
-            problem = f"it is not checked yet: {str(error) or 'no answer came in time'}"
+            problem = f"it has not been checked yet: {str(error) or 'no answer came in time'}"
             if self.problem != problem:
                 logger.warning("nothing of %s is recorded: %s", upstream.url, problem)
             self.problem = problem
@@ -242,7 +244,8 @@ class ServerCheck:
         self, upstream: Upstream, method: str, path: bytes, content: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         headers = [(b"content-type", b"application/json"), (b"accept-encoding", b"identity")]
-        headers += [(b"x-redraft-opt-out", b"1")]  # a plugin, or another tap, records no check
+        # A plugin or another tap must not record the check.
+        headers += [(b"x-redraft-opt-out", b"1")]
         if self.authorization:
             headers += [(b"authorization", self.authorization.encode("latin-1"))]
         body = b"" if content is None else json.dumps(content).encode()
@@ -257,14 +260,15 @@ class ServerCheck:
         try:
             answer = await reply.read()
         except Exception as error:
-            raise NotYetError("the answer broke off") from error
+            raise NotYetError("the answer was cut off") from error
         finally:
             await reply.aclose()
         if foreign := explain_answer(reply.status, reply.headers):
             raise NotYetError(foreign)
         if reply.status in (400, 422):
             raise UnfitError(
-                f"it refuses {self.top_k} log-probabilities and ids for each token: start vLLM "
+                f"it rejects requests for {self.top_k} log-probabilities and ids per token: "
+                "start vLLM "
                 f"with --max-logprobs {self.top_k}, or set fewer logprobs"
             )
         if reply.status in (401, 403):
@@ -282,11 +286,11 @@ class ServerCheck:
         if self.authorization:
             self._next_s = time.monotonic() + COST_PAUSE_S
         if self._has_own_key:
-            return f"it refuses the key of key_file ({status})"
+            return f"it rejects the key in key_file ({status})"
         self.authorization = ""
         return (
-            f"it wants a key ({status}): set key_file; until then the key of the next client is "
-            "taken that it answers"
+            f"it requires a key ({status}): set key_file; until then, the key of the next "
+            "client that it answers is used"
         )
 
 

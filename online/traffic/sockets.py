@@ -8,7 +8,7 @@
     operators ─► OperatorServer    the same limits, and only under names that no web site can have
 
 uvicorn limits none of these: one client's half-sent requests could take every descriptor, and its
-trailers all memory, for as long as the client likes.
+trailers all memory, for as long as the client keeps its connections open.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ between two pieces of its body.
 MAX_FIELDS = 256  # maximum number of header fields per request
 # Maximum number of requests per connection that wait for the answer to an earlier request.
 MAX_PIPELINED = 16
-HEAD_TIMEOUT_S = 10.0  # for the head of a request, from the answer before
+HEAD_TIMEOUT_S = 10.0  # time for the head of a request, from the end of the previous answer
 BODY_PAUSE_S = 30.0  # Longest pause within the body of a request.
-READ_PAUSE_S = 30.0  # Longest pause of a client within reading its answer.
+READ_PAUSE_S = 30.0  # Longest pause of a client while it reads its answer.
 
 MAX_WAITING_SHARE = 0.25
 """Share of the descriptors for connections that wait for their client. If it is exceeded, the
-oldest connections are closed: an honest client's request arrives within milliseconds, so the oldest
-connections belong to a client that waits on purpose.
+oldest connections are closed: a normal client's request arrives within milliseconds, so the oldest
+connections belong to a client that stalls deliberately.
 """
 
 # Maximum size of all unfinished bodies together, in bytes. If it is exceeded, the oldest
@@ -56,8 +56,9 @@ MAX_BODY_BYTES = 64 << 20
 # Maximum number of bytes counted for one body. No more than these are kept of a longer body.
 HELD_BYTES = 1 << 20
 
-MIN_WAIT_S = 1.0  # connections stay open so long: in a burst honest ones wait too
-LAST_LOOK_S = 0.05  # Time between the end of an idle connection's patience and its close.
+# Minimum time for which connections stay open, because in a burst normal clients wait too.
+MIN_WAIT_S = 1.0
+LAST_LOOK_S = 0.05  # Time between an idle connection's timeout and its close.
 
 TICK_S = 0.1
 """Time in seconds between two ticks of uvicorn's server. A longer time counts as one tick, because
@@ -68,18 +69,18 @@ TICKS_BETWEEN_LOOKS = 10
 
 REFUSED_HEAD = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
-LOG_PAUSE_S = 60.0  # The same warning is logged once in this time.
+LOG_PAUSE_S = 60.0  # A warning is logged at most once in this time.
 
 PRIVATE_NAMES = (".localhost", ".svc", ".cluster.local", ".internal")
-"""Domain suffixes that cannot be registered, so no web site can use them."""
+"""Domain suffixes that cannot be registered, so that no web site can use them."""
 
 
 class TooMuchError(Exception):
-    """A client has sent more than it is allowed to. It ends the parsing."""
+    """Raised to end parsing when a client has sent more than it is allowed to."""
 
 
 class _AnyLength(int):
-    """A content length equal to any other: in HTTP/1.0, a body ends with the connection."""
+    """A content length that equals any other. In HTTP/1.0, a body ends with the connection."""
 
     def __sub__(self, sent: int) -> _AnyLength:
         return self
@@ -110,11 +111,12 @@ class _Bounded(asyncio.Protocol):
     transport: asyncio.Transport
     loop: asyncio.AbstractEventLoop
     timeout_keep_alive_task: asyncio.TimerHandle | None
-    framing_bytes = 0  # since the last piece of a body, or the last request
+    framing_bytes = 0  # bytes of framing since the last piece of a body, or the last request
     body_bytes = 0  # of the newest request
-    has_piece = False  # of a body in the bytes just received, even if it is answered already
+    # Body bytes among those just received, even if the request is already answered.
+    has_piece = False
     is_in_head = False
-    unanswered: Sequence[Any] = ()  # uvicorn's states of requests without a whole answer
+    unanswered: Sequence[Any] = ()  # uvicorn's state for each request whose answer is incomplete
 
     def data_received(self, data: bytes) -> None:
         before, self.has_piece = self.cycle, False
@@ -205,7 +207,7 @@ class BoundedServer(uvicorn.Server):
             app,
             http=BoundedProtocol,
             ws="none",
-            log_level="error",  # its warnings are about what clients send, with a line each
+            log_level="error",  # uvicorn logs one warning for each malformed request
             access_log=False,
             date_header=False,
             server_header=False,
@@ -278,7 +280,7 @@ class _Wait(NamedTuple):
 
     patience_s: float
     cycle: Any
-    """Uvicorn's state of the connection's newest request; None before the first."""
+    """Uvicorn's state of the connection's newest request; None before the first request."""
     num_bytes: int = 0
     """Number of body bytes received, or of answer bytes still to be sent."""
     held_bytes: int = 0
@@ -326,7 +328,7 @@ class OperatorServer(BoundedServer):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        yield  # signals belong to the process around
+        yield  # the surrounding process handles signals
 
 
 class _PrivateNames:
@@ -339,7 +341,7 @@ class _PrivateNames:
         asked = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
         app = self.app
         if not all(is_private_name(name, self.names) for name in asked):
-            cure = f"this name is not served: if it is yours, add it to {self.setting}\n"
+            cure = f"this host name is not allowed: if it is yours, add it to {self.setting}\n"
             app = PlainTextResponse(cure, 421)
         await app(scope, receive, send)
 
@@ -360,7 +362,8 @@ class Sparing(logging.Filter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._passed: dict[Any, tuple[float, int]] = {}  # time, and number withheld since
+        # Time of the last line, and number of lines withheld since.
+        self._passed: dict[Any, tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         kind = str(record.msg), record.exc_info and record.exc_info[0]

@@ -38,7 +38,7 @@ logger = logging.getLogger("redraft.tap")
 
 MAX_WAITING_RECORDS = 1024
 SHIP_INTERVAL_S = 1.0
-COMPLETE_S = 5.0  # for answers under way at the end
+COMPLETE_S = 5.0  # time limit for answers in progress at shutdown
 MAX_INLINE_BYTES = 1 << 20  # larger answers are parsed in a thread, so that other streams continue
 
 
@@ -148,7 +148,7 @@ class Tap:
             cleaned = self._clean(message, answer)
         if self.dialect.has_probabilities:
             self._keep(answer, payload, origin)
-        else:  # alongside the client's answer, which does not wait for the prompt's ids
+        else:  # in a task, so that the client's answer does not wait for the prompt's ids
             task = asyncio.create_task(self._complete(answer, payload, origin))
             self._completing.add(task)
             task.add_done_callback(self._completing.discard)
@@ -159,7 +159,7 @@ class Tap:
             ask = partial(self.check.ask, self._upstream)
             try:
                 await self.dialect.complete(answer, ask)
-            except Exception as error:  # recording may fail, serving must not
+            except Exception as error:  # recording may fail, but serving must not
                 answer.failure = error
         self._keep(answer, payload, origin)
 
@@ -183,7 +183,7 @@ class Tap:
         """Create an answer that is still to be read."""
         # Since the check, the server may have restarted with different flags.
         if self.check.find_skip_reason(payload.get("model")) or self.check.verdict is None:
-            failure = AnswerError("unfit_server", "the server is unchecked or unfit")
+            failure = AnswerError("unfit_server", "the server is unchecked or unsuitable")
             return self.dialect.answer(failure=failure)
         return self.dialect.answer(defaults=self.check.verdict.defaults)
 
@@ -192,8 +192,8 @@ class Tap:
     ) -> AsyncIterator[bytes]:
         waiting = b""
         async for chunk in chunks:
-            # A chunk may end anywhere, so the last piece waits for the rest of its event. E.g.
-            # b'data: {1}\n\ndata: {2' gives one event, and b'data: {2' waits.
+            # A chunk may end anywhere, so the last piece is kept until the rest of its event
+            # arrives. E.g. b'data: {1}\n\ndata: {2' gives one event, and b'data: {2' waits.
             *events, waiting = (waiting + chunk).split(b"\n\n")
             for event in events:
                 if event.startswith(b"data: {"):
@@ -218,10 +218,10 @@ class Tap:
         if answer.failure is None:
             try:
                 answer.read(content)
-            except Exception as error:  # recording may fail, serving must not
+            except Exception as error:  # recording may fail, but serving must not
                 answer.failure = error
-        # Stripped whether or not the message could be read, because the client did not ask for
-        # these fields.
+        # Removed whether or not the message could be read, because the client did not ask for these
+        # fields.
         return json.dumps(content).encode() if self.dialect.strip(content) else b""
 
     def _keep(self, answer: Answer, payload: dict[str, Any], origin: Origin) -> None:
@@ -298,7 +298,7 @@ class Tap:
         for record in records:
             try:
                 frames.append(encode_frame(record))
-            except Exception as error:  # a number out of range, a lone surrogate
+            except Exception as error:  # e.g. a number out of range, or a lone surrogate
                 self._count_failure(error)
         if not frames:
             return

@@ -36,7 +36,8 @@ ADDED_FIELDS = ("logprobs", "token_ids", "prompt_token_ids")
 """Fields of an answer, or of its choices, present only because the tap asked for them."""
 
 
-MAX_ID_CHARS = 128  # the server's id contains X-Request-Id, which may have any length
+# Maximum length of the server's request id, which contains X-Request-Id of any length.
+MAX_ID_CHARS = 128
 
 
 MAX_TOP_K = 2**31 - 1
@@ -153,7 +154,7 @@ CLASHING = (
         "return_mm_kwargs",
     ),
 )
-"""Fields that conflict with the tap's. `logprobs: 0` does so too."""
+"""Fields that conflict with the tap's. So does `logprobs: 0`."""
 
 CHANGED = (
     # Fields that change the logits, after their log-probabilities are computed.
@@ -328,7 +329,7 @@ def read_sampling(payload: dict[str, Any]) -> Sampling:
     """Read the sampling parameters of an answered request as vLLM interprets them.
 
     Raises:
-        AnswerError: if vLLM would have refused them, so the server must have interpreted them
+        AnswerError: if vLLM would have rejected them, so the server must have interpreted them
             differently.
     """
     given = {
@@ -346,7 +347,7 @@ def read_sampling(payload: dict[str, Any]) -> Sampling:
         raise AnswerError(
             "sampling", "a sampling parameter of the request is outside the range that vLLM accepts"
         )
-    if sampling.temperature == 0:  # greedy: vLLM ignores the filters
+    if sampling.temperature == 0:  # at temperature 0, vLLM ignores the filters
         return structs.replace(sampling, top_p=1.0, top_k=0, min_p=0.0)
     return structs.replace(
         sampling,

@@ -1,7 +1,7 @@
 """The server behind the proxy: connections to it, and the kinds of failures.
 
 refused         no connection
-out of files    no connection either, but because of our limit; the request waits for a descriptor
+out of files    no connection, because of our own limit; the request waits for a descriptor
 broken          the connection broke after the request had been sent; it is never sent again,
                 because it may have crashed the server
 unsendable      the client's headers are not valid HTTP"""
@@ -30,8 +30,9 @@ from redraft.online.records.guard import Guard
 
 logger = logging.getLogger("redraft.upstream")
 
-CONNECT_TIMEOUT_S = 2.0  # to connect; the answer itself may take any time
-KEEP_ALIVE_S = 2.0  # below uvicorn's 5 s: a connection closed at this moment would fail
+CONNECT_TIMEOUT_S = 2.0  # time limit for connecting; the answer itself may take any time
+# Less than uvicorn's 5 s, because a request fails if its connection is closed just then.
+KEEP_ALIVE_S = 2.0
 MAX_IDLE_CONNECTIONS = 128  # maximum number of idle connections per server; each uses a descriptor
 TIDY_S = 2.0  # Seconds between two checks for expired idle connections.
 OUT_OF_FILES_TIMEOUT_S = 10.0
@@ -40,7 +41,8 @@ RETRY_S = (
 )
 OUT_OF_FILES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
-Header = tuple[bytes, bytes]  # name in lower case, value: raw, since values need not be text
+# Name in lower case, and the value as bytes, because values need not be text.
+Header = tuple[bytes, bytes]
 
 
 class RefusedError(Exception):
@@ -147,8 +149,8 @@ class Upstream:
 
     def __init__(self, url: str, guard: Guard | None = None) -> None:
         self.url, self.guard = url.rstrip("/"), guard or Guard()
-        self.is_down = False  # the last connection was refused
-        self.problem = ""  # why the last request did not arrive, with the cure; else empty
+        self.is_down = False  # whether the last connection was refused
+        self.problem = ""  # why the last request did not arrive, with the fix; empty if it arrived
         self._is_told = False
         base = httpx.URL(self.url)
         self._certificates = load_certificates(self.url) or None
@@ -175,8 +177,8 @@ class Upstream:
             try:
                 reply = await self._send_once(forwarded)
             except OutOfFilesError:
-                # This is not the server's fault, so the request waits until another request has
-                # ended.
+                # The cause is our limit, not the server, so the request waits until another request
+                # has ended.
                 if time.monotonic() > deadline_s:
                     raise
                 await self.close_idle()
@@ -285,7 +287,8 @@ class Upstream:
         self.problem = explain_answer(response.status, response.headers)
         if self.problem and not self._is_told:
             logger.warning("%s: %s", self.url, self.problem)
-            self._is_told = True  # once, because a client's missing password looks the same
+            # Retried only once, because a missing password of the client looks the same.
+            self._is_told = True
         return response
 
 
@@ -322,7 +325,7 @@ def _is_out_of_files(error: BaseException) -> bool:
         isinstance(cause, OSError) and cause.errno in OUT_OF_FILES for cause in list_causes(error)
     ):
         return True
-    try:  # without a descriptor, a resolver only reports "unknown name"
+    try:  # without a free descriptor, a resolver only reports "unknown name"
         os.close(os.dup(0))
     except OSError as failure:
         return failure.errno in OUT_OF_FILES
@@ -361,7 +364,7 @@ class PlainStream(httpcore.AsyncNetworkStream):
             await self._writer.drain()
 
     async def aclose(self) -> None:
-        # Nothing is left to send once a request is finished or abandoned.
+        # Nothing remains to be sent once a request is finished or abandoned.
         self._writer.transport.abort()
 
     async def start_tls(
@@ -373,7 +376,8 @@ class PlainStream(httpcore.AsyncNetworkStream):
         raise NotImplementedError("plain sockets have no TLS")
 
     def get_extra_info(self, info: str) -> Any:
-        if info == "is_readable":  # on an idle connection, this means that the server has closed it
+        # On an idle connection, readable data means that the server has closed it.
+        if info == "is_readable":
             return (
                 self._reader.at_eof()
                 or self._reader.exception() is not None

@@ -190,11 +190,14 @@ def test_a_bad_version_is_rolled_back_once_and_no_further(world, records):
         spoil_counters(world)
         await until(lambda: {fake.version for fake in world.fakes} == {GOOD}, task)
         await until(lambda: told(world, f"went back to {GOOD}"), task)
-        await until(lambda: told(world, f"stays on {GOOD}: the fleet went back already"), task)
+        await until(
+            lambda: told(world, f"stays on {GOOD}: the fleet was already rolled back"), task
+        )
 
     async def again(task):
         await until(
-            lambda: len(told(world, f"stays on {GOOD}: the fleet went back already")) == 2, task
+            lambda: len(told(world, f"stays on {GOOD}: the fleet was already rolled back")) == 2,
+            task,
         )
 
     play(world, script)
@@ -252,7 +255,7 @@ def test_a_draft_that_the_engine_refuses_is_rolled_back_although_its_weights_are
         await start(world, [msgspec.structs.replace(record, **refused) for record in records], task)
         spoil_counters(world)
         await until(lambda: {fake.version for fake in world.fakes} == {NOISY}, task)
-        await until(lambda: told(world, "the engine hardly accepts it on held-out requests"), task)
+        await until(lambda: told(world, "on held-out requests the engine accepts hardly any"), task)
 
     play(world, script)
 

@@ -146,15 +146,15 @@ def sleep_torn(learner, registry):
 
 GOES_ON = {
     # name: (damage, the fault told, words of its reason)
-    "promoted torn": (lambda learner, registry: cut(registry / "promoted.json"), "registry_damaged", "back is now v0"),
-    "promoted empty": (lambda learner, registry: cut(registry / "promoted.json", 0), "registry_damaged", "the way"),
-    "promoted flipped": (lambda learner, registry: flip(registry / "promoted.json", -5), "registry_damaged", "the way"),
+    "promoted torn": (lambda learner, registry: cut(registry / "promoted.json"), "registry_damaged", "are now v0"),
+    "promoted empty": (lambda learner, registry: cut(registry / "promoted.json", 0), "registry_damaged", "to roll"),
+    "promoted flipped": (lambda learner, registry: flip(registry / "promoted.json", -5), "registry_damaged", "to roll"),
     "promoted missing": (
         lambda learner, registry: (registry / "promoted.json").unlink(), "registry_damaged", "was missing",
     ),
     "registry.json torn": (lambda learner, registry: cut(registry / "registry.json"), "registry_damaged", "id is"),
-    "state torn": (lambda learner, registry: cut(learner / "state.json"), "state_damaged", "starts at idle"),
-    "state empty": (lambda learner, registry: cut(learner / "state.json", 0), "state_damaged", "starts at idle"),
+    "state torn": (lambda learner, registry: cut(learner / "state.json"), "state_damaged", "in the idle phase"),
+    "state empty": (lambda learner, registry: cut(learner / "state.json", 0), "state_damaged", "in the idle phase"),
     "state flipped": (lambda learner, registry: flip(learner / "state.json", 50), "state_damaged", "checksum differs"),
     "sleep torn": (sleep_torn, "state_damaged", "awake and measures a new reference"),
     "cursor torn": (lambda learner, registry: cut(learner / "buffer/cursor.json"), "buffer_damaged", "checkpoints"),
@@ -163,7 +163,7 @@ GOES_ON = {
         lambda learner, registry: (learner / "buffer/cursor.json").unlink(), "buffer_damaged", "checkpoints",
     ),
     "forgotten torn": (
-        lambda learner, registry: cut(learner / "buffer/forgotten.json"), "buffer_damaged", "tenants are read",
+        lambda learner, registry: cut(learner / "buffer/forgotten.json"), "buffer_damaged", "tenants were read",
     ),
     "key missing": (
         lambda learner, registry: (learner / "buffer/held-out.key").unlink(), "buffer_damaged", "key was missing",
@@ -172,12 +172,12 @@ GOES_ON = {
         lambda learner, registry: flip(learner / "buffer/held-out.key", 5), "buffer_damaged", "was not the key",
     ),
     "key short": (
-        lambda learner, registry: cut(learner / "buffer/held-out.key"), "buffer_damaged", "did not hold a key",
+        lambda learner, registry: cut(learner / "buffer/held-out.key"), "buffer_damaged", "did not contain a key",
     ),
-    "buffer text": (text_flipped, "buffer_damaged", "its records are gone"),
+    "buffer text": (text_flipped, "buffer_damaged", "its records are lost"),
     "buffer column": (column_flipped, "buffer_damaged", "the checksum of record 3 differs"),
     "buffer cut": (
-        lambda learner, registry: cut(next((learner / "buffer").glob("records-*"))), "buffer_damaged", "are gone",
+        lambda learner, registry: cut(next((learner / "buffer").glob("records-*"))), "buffer_damaged", "are lost",
     ),
     "checkpoint flipped": (
         lambda learner, registry: flip(next(newest_checkpoint(learner).rglob("*.safetensors"))),
@@ -188,7 +188,7 @@ GOES_ON = {
         "checkpoint_damaged", "manifest",
     ),
     "checkpoints missing": (
-        lambda learner, registry: shutil.rmtree(learner / "checkpoints"), "checkpoint_damaged", "cannot go on",
+        lambda learner, registry: shutil.rmtree(learner / "checkpoints"), "checkpoint_damaged", "cannot continue",
     ),
 }  # fmt: skip
 

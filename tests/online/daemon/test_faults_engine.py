@@ -137,7 +137,7 @@ def test_a_loss_that_is_not_finite_reaches_no_server(world, server):
         wild = settings(world, server, lr=1e30, max_grad_norm=1e30, warmup_steps=1)
         async with traffic(server), learner(wild):
             await until(
-                lambda: any("thrown away" in entry.reason for entry in world.entries("state"))
+                lambda: any("discarded" in entry.reason for entry in world.entries("state"))
             )
             assert "loss_not_finite" in faults(world)
             assert server.status()["draft_version"] == FIRST

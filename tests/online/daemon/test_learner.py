@@ -134,7 +134,7 @@ def test_a_single_server_is_measured_once_while_the_candidate_is_judged(
     assert set(measured) == {"judging"}
     assert again == []
     (passed,) = [entry for entry in world.entries("state") if entry.phase == "rolling"]
-    assert "itself before" in passed.reason
+    assert "its own earlier results" in passed.reason
 
 
 def test_the_gate_judges_with_the_servers_draft_tokens_and_sampling_method(world, records):
@@ -168,11 +168,15 @@ FEW, MANY = Drafting(3, "greedy"), Drafting(5, "probabilistic")
         (
             [],
             Drafting(4, "greedy"),
-            "4 draft tokens, greedy, as before: no server says how it drafts",
+            "4 draft tokens, greedy, unchanged, because no server reports its drafting settings",
         ),
-        ([MANY, MANY], MANY, "5 draft tokens, probabilistic, as the servers draft"),
-        ([MANY, FEW, MANY], MANY, "5 draft tokens, probabilistic, as 2 of 3 servers draft"),
-        ([MANY, FEW], FEW, "3 draft tokens, greedy, as 1 of 2 servers draft"),
+        ([MANY, MANY], MANY, "5 draft tokens, probabilistic, the servers' drafting settings"),
+        (
+            [MANY, FEW, MANY],
+            MANY,
+            "5 draft tokens, probabilistic, the drafting settings of 2 of 3 servers",
+        ),
+        ([MANY, FEW], FEW, "3 draft tokens, greedy, the drafting settings of 1 of 2 servers"),
     ],
 )
 def test_most_servers_decide_how_to_judge(servers, chosen, told):
@@ -231,7 +235,7 @@ def test_a_loss_that_is_not_finite_is_never_saved(world, records):
 
     async def script(task):
         ship(world.spool, records[:300])
-        await until(lambda: any("thrown away" in e.reason for e in world.entries("state")), task)
+        await until(lambda: any("discarded" in e.reason for e in world.entries("state")), task)
 
     play(world, script, training=type(training)(**wild))
     assert "loss_not_finite" in faults(world)

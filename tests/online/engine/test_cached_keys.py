@@ -31,7 +31,7 @@ def test_a_line_tells_what_the_draft_costs_the_cache(
     )
     line = describe_cache(config, 0.031)
     assert said in line
-    assert "the draft's keys take 3.1% of the cache" in line
+    assert "the draft takes 3.1% of the KV cache" in line
     assert TOLD.match(f"redraft: {line}")
 
 

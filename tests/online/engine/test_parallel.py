@@ -160,7 +160,7 @@ def test_a_server_that_sleeps_is_not_swapped_and_wakes_up_with_its_draft(replica
         status = replicas.status()
         assert (status["asleep"], status["draft_intact"]) == (True, is_intact)
         answer = replicas.http.post("/redraft/swap", json={"version": NOISY})
-        assert (answer.status_code, "sleeps" in answer.text) == (409, True), answer.text
+        assert (answer.status_code, "sleeping" in answer.text) == (409, True), answer.text
         assert replicas.http.get("/is_sleeping").json() == {"is_sleeping": True}, (
             "the swap resumed it"
         )

@@ -637,7 +637,7 @@ def test_a_load_that_hangs_is_given_up_and_generation_resumed(registry, monkeypa
 
 
 CLEAR_OR_KEEP = (
-    "swap again when no request waits for keys of another server, or restart this one "
+    "swap again when no request waits for a KV cache transfer, or restart this server "
     "with --swap.cache keep"
 )
 REFUSED_RESET = (
@@ -837,7 +837,7 @@ REFUSALS = {
         (
             "other tensors",
             "in 1 tensors (w is [8] of floats instead of [4] of floats)",
-            "restart the server with v2, or publish a draft of",
+            "restart the server with v2, or publish a draft with",
         ),
     ],
 )

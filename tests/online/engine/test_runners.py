@@ -36,13 +36,18 @@ from redraft.online.records.record import LOOKUP, PADDING, Record
     ("version", "changes", "variables", "told"),
     [
         ("v2", {}, {}, "V2 model runner"),
-        ("v1", {"method": "medusa"}, {}, "V1 model runner: only this one serves Medusa"),
-        ("v1", {"method": "suffix"}, {}, "V1 model runner: only this one serves suffix decoding"),
+        ("v1", {"method": "medusa"}, {}, "V1 model runner: only this runner serves Medusa"),
+        (
+            "v1",
+            {"method": "suffix"},
+            {},
+            "V1 model runner: only this runner serves suffix decoding",
+        ),
         (
             "v1",
             {"parallel_drafting": True},
             {},
-            "V1 model runner: only this one serves drafts that propose in parallel",
+            "V1 model runner: only this runner serves drafts that propose in parallel",
         ),
         (
             "v1",
@@ -54,7 +59,7 @@ from redraft.online.records.record import LOOKUP, PADDING, Record
             "v1",
             {"use_heterogeneous_vocab": True},
             {},
-            "V1 model runner: only this one serves drafts with another vocab",
+            "V1 model runner: only this runner serves drafts whose vocab",
         ),
         (
             "v1",

@@ -488,7 +488,7 @@ def test_a_folder_is_loaded_before_the_cache_wakes_up_and_not_before_the_weights
     watch_sleep(worker)
     watch_target(worker)
     worker.sleep(2)
-    assert "sleeps" in load_target(worker, "17")["error"]
+    assert "asleep" in load_target(worker, "17")["error"]
     worker.wake_up(["weights"])
     assert load_target(worker, "17") == {"ok": True}
     worker.wake_up(["kv_cache"])

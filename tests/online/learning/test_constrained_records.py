@@ -134,7 +134,7 @@ def test_the_gate_judges_thinking_modes_as_it_judges_domains() -> None:
     assert verdict.decision is Decision.REJECT
     assert "no thinking loses more" in verdict.reason
     assert verdict.domains.keys() == {"all", "no thinking", "thinking"}
-    assert "not judged by themselves: other (30)" in verdict.reason
+    assert "not evaluated separately: other (30)" in verdict.reason
     assert judge(*paired, Policy(), 1).decision is Decision.PROMOTE  # over all requests it gains
     of_one_mode = judge(*paired, Policy(), 1, ["thinking"] * len(names))
     assert of_one_mode.domains.keys() == {"all"}
@@ -195,6 +195,6 @@ def test_a_registry_of_one_adapter_is_refused_for_another(
         provide_first_version(config, registry, target)  # a restart
         for other in ("", "another"):
             changed = replace(config, draft=replace(config.draft, adapter=other))
-            with pytest.raises(ValueError, match=f"'sql', and draft.adapter is '{other}'") as error:
+            with pytest.raises(ValueError, match=f"'sql', but draft.adapter is '{other}'") as error:
                 provide_first_version(changed, registry, target)
             assert "\n" not in str(error.value)

@@ -129,10 +129,10 @@ def cut_key(folder: Any) -> None:
 
 
 LOSSES = {
-    drop_key: "held-out.key was missing: a new key holds out other prompts",
-    flip_key: "held-out.key was not the key that was made here (it is now held-out.key.damaged): a "
+    drop_key: "held-out.key was missing: a new key holds out different prompts",
+    flip_key: "held-out.key was not the key that was created here (it is now held-out.key.damaged): a "
     "new key",
-    cut_key: "held-out.key did not hold a key (it is now held-out.key.damaged): a new key",
+    cut_key: "held-out.key did not contain a key (it is now held-out.key.damaged): a new key",
 }
 
 

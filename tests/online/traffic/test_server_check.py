@@ -264,7 +264,7 @@ async def test_a_wrong_key_of_the_operator_is_named_and_no_clients_is_taken(tmp_
     key_file.chmod(0o600)
     server = make_server(key="Bearer new", asked=asked)
     async with tapped(tmp_path / "spool", server, key_file=key_file) as (tap, client):
-        await until(lambda: "refuses the key of key_file" in tap.check.problem)
+        await until(lambda: "rejects the key in key_file" in tap.check.problem)
         assert await ask_with(client, "new") == 200
         await asyncio.sleep(0.1)
     assert asked == [("models", "Bearer old", 0), ("completions", "Bearer new", 1)]
