@@ -57,7 +57,8 @@ READ = (
 """All flags that this module reads."""
 
 KEEPS_STATES = ("mamba_", "ssm_", "conv_L", "linear_")
-"""Prefixes of config.json keys of targets whose layers keep a state in addition to keys and values.
+"""Prefixes of the config.json keys that mark targets whose layers keep a state in addition to keys
+and values.
 """
 
 REFUSALS = (
@@ -93,7 +94,7 @@ def find_obstacle(
         return f"{GRAPHS.partition(':')[0]}, which do not exist on a CPU: use a GPU"
     on_device = speculative_config.get("method") == ON_DEVICE and needs_plugin(speculative_config)
     if not on_device and (family is None or family.is_lookup or needs_plugin(speculative_config)):
-        return UNSURE  # vLLM ignores the request for these drafts without an error
+        return UNSURE  # for these drafts, vLLM ignores the setting without an error
     is_v1 = family is not None and "v2" not in family.decoders
     if is_v1 or environment.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
         return V1
@@ -120,7 +121,7 @@ def is_expected(flags: Mapping[str, str], target: str, capability: str | None) -
     """
     backend = flags.get("attention_backend", "").upper()
     if any("kv_lora_rank" in section for section in _read_sections(target)):
-        return False  # multi-head latent attention has its own backends
+        return False  # multi-head latent attention uses different backends
     is_new = (capability or "").startswith("9.")
     return backend == "TRITON_ATTN" or (is_new and backend in ("", "FLASH_ATTN"))
 

@@ -13,17 +13,18 @@ import numpy as np
 from redraft.engine.live_file import LiveFile
 from redraft.heads.families.retrieval import Live, Text
 
-# Minimum acceptance of the first token for which a head pays off. Its pass and a row cost about a
-# fifth of a step.
+# Minimum acceptance of the first token at which a head pays off. A pass of the head and a row to
+# verify take about a fifth of a step.
 LEAST_HEAD = 0.2
 # If the head's acceptance is below LEAST_HEAD, or a lookup drafts, one in this many drafts still
 # comes from the head, to measure it.
 TRIED = 32
-FIRST = 64  # drafts of a new head before its acceptance is used
-REMEMBERED = 256  # drafts, after which both sums are halved
-COUNTED_AT_ONCE = 48  # counting operations per engine step
-MOST_WAITING = 64  # answers; if more finish before they are counted, the rest are not counted
-MOST_TOKENS = 4096  # the last ones of a text: each token is looked up in all earlier ones
+FIRST = 64  # number of drafts of a new head before its acceptance is used
+REMEMBERED = 256  # number of drafts after which both sums are halved
+COUNTED_AT_ONCE = 48  # number of counting operations per engine step
+MOST_WAITING = 64  # maximum number of answers that wait to be counted; any others are not counted
+# Number of last tokens counted in a text, because each token is looked up in all earlier ones.
+MOST_TOKENS = 4096
 
 
 class AnswerCounter:
@@ -50,7 +51,7 @@ class AnswerCounter:
         self._waiting = deque[tuple[bytes, Iterator[None]]]()
 
     def owner(self, name: str, request: Any) -> bytes | None:
-        """The owner of the text that is drafted for a request, and of the request's answer."""
+        """The owner of the text from which a request is drafted, and of the request's answer."""
         if name not in self._owners:
             self._owners[name] = None
             with self._surviving():
@@ -133,7 +134,7 @@ def cut_answer(tokens: Sequence[int], params: Any) -> Sequence[int]:
 
 @dataclass
 class FirstTokens:
-    """Recent hit rate of the head's first token, also when a lookup's token was verified."""
+    """Recent hit rate of the head's first token, including steps that verified a lookup's token."""
 
     hits: float = 0.5
     drafts: float = 1.0

@@ -82,7 +82,7 @@ def follow_chains(
     expected, cost = product, product
     is_open = limit > 0
     while is_open:
-        tl.debug_barrier()  # the tokens after `length` were written by one thread
+        tl.debug_barrier()  # wait, because a single thread wrote the tokens after `length`
         end = length + count
         run, place = find_in_text(text, draft, length, end, NUM_RUNS, BLOCK)
         token = read(text, draft, length, place + 1, run > 0)

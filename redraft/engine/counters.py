@@ -22,8 +22,8 @@ LOG_STATS_OFF = (
     "--disable-log-stats: /metrics then counts no drafts for dashboards: remove the flag"
 )
 EMBEDS_BESIDE_DRAFT = (
-    "--enable-prompt-embeds does not work with a draft: a prompt of embeddings has no tokens for the "
-    "draft, and the first such request would crash vLLM; remove the flag"
+    "--enable-prompt-embeds does not work with a draft: a prompt of embeddings has no "
+    "tokens for the draft, so the first such request would crash vLLM; remove the flag"
 )
 NO_COUNTERS = "the server runs without a draft, without /metrics, or with --disable-log-stats; remove that flag"
 PREFIX_CACHE = "vllm:prefix_cache_"

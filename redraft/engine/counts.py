@@ -150,7 +150,9 @@ def expected_blocks(
     end token or the maximum length), so the last block counts in full: rows must also be correct
     for tokens beyond the end, and there must be at least `num_output_tokens - 1` rows.
     """
-    assert len(accept_TK) >= num_output_tokens - 1, "a row for every output token but the last"
+    assert len(accept_TK) >= num_output_tokens - 1, (
+        "there must be a row for every output token but the last"
+    )
     begins_T, reach_TK = walk_blocks(accept_TK[: max(num_output_tokens - 1, 0)])
     return _sum_blocks(begins_T, reach_TK, drafted_T)
 
@@ -173,7 +175,7 @@ def split_by_context(
     powers_T = 2 ** np.floor(np.log2(lengths_T)).astype(int)
     return {
         int(power): _sum_blocks(begins_T * (powers_T == power), reach_TK, drafted_T)
-        for power in np.unique(powers_T[begins_T != 0])  # also if it is not a number
+        for power in np.unique(powers_T[begins_T != 0])  # NaN counts as well
     }
 
 

@@ -112,7 +112,7 @@ class DeviceRuns:
             NUM_PROBES=self.num_probes,
             IS_LIVE=self.live is not None,
             BLOCK=BLOCK,
-            enable_fp_fusion=False,  # sums of products as on the host, to the last bit
+            enable_fp_fusion=False,  # the sums of products must equal the host's to the last bit
         )
         return Chains(tokens_BK, counts_B, confidences_BK)
 

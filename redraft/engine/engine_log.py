@@ -63,7 +63,7 @@ def split_lines(log: str) -> list[str]:
 
 def read_line(line: str) -> LogLine:
     found = _LINE.match(line)
-    assert found is not None  # every part may be empty
+    assert found is not None  # always matches, because every part may be empty
     return LogLine(
         process=found["process"] or "", level=found["level"] or "", text=found["text"].strip()
     )
@@ -82,7 +82,7 @@ def last_error(log: Path, *, takes_requests: bool = False) -> str:
     if causes := list(_find_causes(lines, takes_requests)):
         return explain_refusal(causes[-1])
     if takes_requests or any(line.endswith(STARTED) for line in lines):
-        return "its log names no cause"
+        return "its log states no cause"
     said = [line.strip() for line in lines if line.strip()]
     return said[-1] if said else "it wrote nothing"
 

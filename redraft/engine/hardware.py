@@ -18,7 +18,7 @@ class Machine:
     """A machine, or a part of one. Its first GPU represents all of its GPUs."""
 
     gpu: str | None = None
-    """Name of the GPU. None on a machine without a GPU."""
+    """Name of the GPU. None if the machine has no GPU."""
     gpu_has_bfloat16: bool = False
     """Whether the GPU has matrix units for bfloat16 (compute capability 8.0 or higher)."""
     gpu_shared_bytes: int = 0
@@ -69,7 +69,7 @@ def this_machine() -> Machine:
 
 def launch_machine(machine: Machine | None = None) -> Machine:
     """Return the machine for training: the given or this one, as far as accelerate may use it."""
-    from accelerate.utils import parse_flag_from_env  # here, because it imports torch
+    from accelerate.utils import parse_flag_from_env  # imported here, because it imports torch
 
     machine = machine or this_machine()
     return machine.without_gpu if parse_flag_from_env("ACCELERATE_USE_CPU") else machine

@@ -56,7 +56,9 @@ def require_head_size(what: str, config: Any, dtype: torch.dtype, machine: Machi
     if needed <= machine.gpu_shared_bytes:
         return
     way_out = (
-        "train in bfloat16 (--mixed-precision bf16)" if itemsize > 2 else "use a GPU with more"
+        "train in bfloat16 (--mixed-precision bf16)"
+        if itemsize > 2
+        else "use a GPU with more shared memory"
     )
     raise ValueError(
         f"{what} has attention heads of size {size}, for which FlexAttention needs "

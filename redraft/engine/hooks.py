@@ -71,7 +71,7 @@ PROPOSE = tuple(
         "ngram.speculator:NgramGPUSpeculator",
     )
 )
-"""The methods by which the V2 runner asks its drafters for tokens."""
+"""The methods with which the V2 runner requests tokens from its drafters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +150,7 @@ TABLE = (
         names=("distributed.device_communicators.shm_broadcast:sched_yield",),
         feature="engine_wait",
         by="engine.patches:with_sleeps",
-        why="a step begins one kernel tick late if another thread wants the core",
+        why="a step begins one kernel tick late if another thread is runnable",
     ),
     Hook(
         names=("_custom_ops:CPUDNNLGEMMHandler.__del__",),
@@ -212,7 +212,7 @@ TABLE = (
         names=(f"{ENGINE_CORE}.collective_rpc",),
         feature="pace",
         by="online.engine.class_hooks:note_swaps",
-        why="the policy rates a new draft by the old one's acceptance",
+        why="the policy uses the old draft's acceptance for a new draft",
     ),
     Hook(
         names=(f"{ENGINE_CORE}.collective_rpc",),
@@ -342,7 +342,7 @@ TABLE = (
         names=(f"{WORKER}.discard",),
         feature="sleep",
         by="online.engine.worker_hooks:watch_sleep",
-        why="a draft is loaded into memory that is asleep",
+        why="a draft is loaded into memory that a sleeping worker has released",
     ),
     Hook(
         of_object=True,
@@ -567,7 +567,8 @@ TABLE = (
         names=(f"{V2_RUNNER}.take_draft_token_ids",),
         feature="lookups",
         by="engine.lookup_hooks:LookupOnV2.take",
-        why="the maximum number of draft tokens is verified for each request, found or not",
+        why="the maximum number of draft tokens is verified for each request, even if the "
+        "lookup found fewer",
         runner="V2",
     ),
     # --- methods of both model runners, and of the API process
@@ -757,7 +758,7 @@ class SchedulerState(Attached):
     """State kept on a scheduler."""
 
     pacer: Any = None
-    """Chooses the number of draft tokens. None without a pace."""
+    """Chooses the number of draft tokens. None if no pace is set."""
     foreign: frozenset[str] = frozenset()
     """Requests in this step whose drafts are not from the served version."""
     admitted: Mapping[str, int] | None = None

@@ -128,7 +128,7 @@ class Lookup(Protocol):
 
 
 def make_proposer(runner: Any, mixed: Mapping[str, int], answers: Lookup | None) -> LookupFirst:
-    """Make the proposer for a runner, with the settings from `read_mix`.
+    """Create the proposer for a runner, with the settings from `read_mix`.
 
     Without `answers`, n-grams are looked up.
 
@@ -167,7 +167,7 @@ class Ngrams:
     def look_up(self, scheduled: Any, sampled: list[list[int]]) -> list[list[int]]:
         batch = self.runner.input_batch
         texts_BT, num_tokens_B = batch.token_ids_cpu, batch.num_tokens_no_spec
-        if isinstance(texts_BT, list):  # on V2, any slots may be in a step
+        if isinstance(texts_BT, list):  # on V2, a step may contain any slots
             texts_BT = np.stack([text_T[: max(num_tokens_B)] for text_T in texts_BT])
         found: list[list[int]] = self.ngrams.propose(
             scheduled.num_spec_tokens_to_schedule, sampled, num_tokens_B, texts_BT
@@ -189,7 +189,8 @@ class LookupFirst:
         self.live = draft if isinstance(draft, Live) else None
         # The head is measured where it drafts, and in a sample of the matches.
         self.by_head, self.at_matches = FirstTokens(), FirstTokens()
-        self.looked_up: frozenset[str] = frozenset()  # requests whose newest draft was looked up
+        # Requests whose newest draft came from the lookup.
+        self.looked_up: frozenset[str] = frozenset()
         self.propose_by_head: Any
         """The next call, which is the head's."""
 

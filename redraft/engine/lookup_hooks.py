@@ -59,7 +59,7 @@ class Batch(NamedTuple):
 
     req_ids: list[str]
     token_ids_cpu: list[Ids]
-    """[B] of [T]"""
+    """[B] arrays of [T] token ids"""
     num_tokens_no_spec: NDArray[np.int32]
 
 
@@ -118,7 +118,8 @@ class HostTexts:
                 self.on_end(name, request)
         for name in scheduler_output.preempted_req_ids or ():
             if request := self.requests.get(name):
-                request.text = request.text.copy()  # another request will use the slot
+                # Copied, because another request will use the slot.
+                request.text = request.text.copy()
         self._finish_requests(scheduler_output)
 
     def add_sampled(self, batch: Any, output: Any) -> list[list[int]]:
@@ -168,7 +169,7 @@ class LookupOnV2:
 
     def sample(self, hidden_states: Any, batch: Any, grammar_output: Any) -> Any:
         if self._drafts is None and not self._is_first:
-            self.lookup.skip()  # the pace was 0 in the previous step
+            self.lookup.skip()  # no draft, because the pace was 0 in the previous step
         self._drafts, self._is_first, self.looked_up = None, False, frozenset()
         output, *rest = self._sample(hidden_states, batch, grammar_output)
         self._sampled = self.texts.add_sampled(batch, output)
@@ -246,7 +247,7 @@ def install(runner: Any) -> None:
         return
     is_v2 = hasattr(runner, "speculator")
     if is_v2 and runner.speculator is None:
-        return  # a pipeline stage that does not draft
+        return  # this pipeline stage does not draft
     if not is_v2 and not hasattr(runner, "drafter"):
         raise ValueError(
             f"lookups support only vLLM's V1 and V2 model runners, not {type(runner).__qualname__}"
@@ -273,7 +274,7 @@ def install(runner: Any) -> None:
         if counter := _find_counter(lookup):
             state.counter, texts.on_end = counter, counter.end
             _keep(runner, counter)
-    elif answers or is_mixed:  # V1 itself looks up n-grams without a head
+    elif answers or is_mixed:  # V1 supports n-grams without a head by itself
         state.lookup = lookup = _make_lookup(runner, answers, ngrams, is_mixed)
         propose = around(lookup, "propose_by_head", lookup.propose)
         hook(runner, "lookups", propose_draft_token_ids=propose)
@@ -286,7 +287,7 @@ def install(runner: Any) -> None:
 def _make_lookup(
     texts: Any, answers: Retrieval | None, ngrams: Mapping[str, int], is_mixed: bool
 ) -> Any:
-    """Make the proposer for `texts`, which is a V1 runner or `HostTexts`."""
+    """Create the proposer for `texts`, which is a V1 runner or `HostTexts`."""
     counted = Counted(texts, answers) if answers else None
     if is_mixed:
         return lookup_first.make_proposer(texts, ngrams, counted)

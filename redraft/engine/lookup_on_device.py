@@ -99,7 +99,7 @@ class DeviceTexts:
         self._finish_requests(scheduler_output)
 
     def learn(self) -> None:
-        """Give the counter the texts that finished two steps ago, and let it count a few tokens."""
+        """Pass the texts that finished two steps ago to the counter, and count a few tokens."""
         if self.counter is None:
             return
         while self._ended and self._ended[0].step <= self._step - STEPS_AHEAD:
@@ -153,7 +153,7 @@ class LookupOnDevice:
         self._follow(nothing_1, nothing_1, [None], self.runner.num_speculative_steps)
 
     def sample(self, hidden_states: Any, batch: Any, grammar_output: Any) -> Any:
-        """Sample and count answers in every step, even if the pace asks for no draft."""
+        """Sample and count answers in every step, even if the pace is 0."""
         self.looked_up = frozenset()
         self.texts.input_batch = Batch(list(batch.req_ids), [], np.zeros(0, np.int32))
         self.texts.learn()

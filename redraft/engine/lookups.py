@@ -4,8 +4,8 @@ They look up counted answers, and both kinds of lookup before a head. On V2, the
 n-grams without a head, because vLLM's kernel uses the last occurrence, and pads its drafts with
 tokens that it did not find.
 
-On V1, vLLM's `custom_class` would be enough for counted answers without a head. But a common way
-for both runners keeps vLLM's own statistics for n-grams.
+On V1, vLLM's `custom_class` would be enough for counted answers without a head. But one
+implementation for both runners keeps vLLM's own statistics for n-grams.
 
 B = requests in a step, T = tokens of the longest request.
 """
@@ -69,7 +69,7 @@ def read_live(environment: Mapping[str, str] = os.environ) -> LiveConfig:
 
 class Counted:
     def __init__(self, runner: Any, draft: Retrieval) -> None:
-        """Take a V1 runner, or `HostTexts`, which has the same attributes."""
+        """Store `runner`: a V1 runner, or `HostTexts`, which has the same attributes."""
         self.runner, self.draft = runner, draft
         self.counter = AnswerCounter(runner.requests, draft) if isinstance(draft, Live) else None
 

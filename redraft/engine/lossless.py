@@ -13,9 +13,10 @@ from redraft.engine.prompts import Prompt
 if TYPE_CHECKING:
     from torch import Tensor
 
-NextLogits = Callable[[Sequence[int]], "Tensor"]  # token ids to the logits of the next token, [V]
+# Maps token ids to the logits of the next token, [V].
+NextLogits = Callable[[Sequence[int]], "Tensor"]
 
-TIE_LOGIT_GAP = 1e-3  # smaller gaps are ties in float32: batching changes logits by 1e-5
+TIE_LOGIT_GAP = 1e-3  # smaller gaps are ties in float32, because batching changes logits by 1e-5
 # For a 16-bit engine: bfloat16 rounds logits between 16 and 32 to multiples of 1/8.
 TIE_LOGIT_GAP_HALF = 0.25
 

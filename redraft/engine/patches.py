@@ -6,7 +6,7 @@ tick, i.e. for 4 ms at 250 Hz. On a machine with two cores, such threads belong 
 and to capture. A thread of the same process may not even get the interpreter lock, and then
 requests are served one after another. These patches let the waiting thread sleep, because a
 sleeping thread is woken at once. It must not call `sched_yield` as well, because Linux's scheduler
-would hold the yielded turns against it.
+would then run it later.
 """
 
 import sys
@@ -225,7 +225,7 @@ class LateDrafts:
         if not (scheduled.num_spec_tokens_to_schedule or reads_prompt(scheduled)):
             return self._propose(scheduled, sampled, *rest)
         self._waiting = [partial(self._draft, scheduled, sampled, *rest)]
-        return [[] for _ in sampled]  # a list: vLLM copies nothing to the host yet
+        return [[] for _ in sampled]  # a list, so that vLLM copies nothing to the host yet
 
     def then(self, call: Callable[[], None]) -> None:
         """Call a function after this step's proposal, or at once if no proposal is pending."""
@@ -244,7 +244,8 @@ class LateDrafts:
         return self._take()
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
-        self.finish()  # the inputs of a proposal that nobody took are overwritten next
+        # Discard a proposal that was not fetched, because its inputs are about to be overwritten.
+        self.finish()
         return self._execute_model(*args, **kwargs)
 
     @torch.inference_mode()
@@ -268,9 +269,9 @@ def install_late(runner: Any) -> None:
 
 
 def can_draft_late(config: Any) -> bool:
-    """Whether draft tokens are taken after each step and nothing else waits for the draft.
+    """Whether draft tokens are fetched after each step and nothing else waits for the draft.
 
-    With asynchronous scheduling, the engine core takes no draft tokens. A KV connector saves the
+    With asynchronous scheduling, the engine core fetches no draft tokens. A KV connector saves the
     draft's keys within the step. A data-parallel replica without a draft runs an empty one when the
     other replicas draft, at the same point of a step.
     """

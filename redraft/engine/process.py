@@ -1,4 +1,4 @@
-"""Start child processes that do not outlive this process, and whose children do not either."""
+"""Start child processes that do not outlive this process. Neither do their own children."""
 
 import contextlib
 import ctypes
@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-STOP_TIMEOUT_S = 10  # time for a process to shut down by itself before it is killed
+STOP_TIMEOUT_S = 10  # time for a process to shut down before it is killed
 PLAIN_LOG = {"VLLM_LOGGING_COLOR": "0", "VLLM_LOGGING_PREFIX": ""}
 """Variables for child processes, whose logs `engine_log` reads. FORCE_COLOR alone would colour them."""
 PR_SET_PDEATHSIG = 1  # option of prctl(2): the signal that the kernel sends when the parent exits

@@ -62,7 +62,7 @@ class RunningServer:
 
         Raises:
             ConnectionError: the server stopped responding.
-            ValueError: the server refuses the request, drafts nothing, or also serves other
+            ValueError: the server rejects the request, drafts nothing, or also serves other
                 clients.
         """
         ask = {"vllm": _ask_vllm, "sglang": _ask_sglang, "llama.cpp": _ask_llama_cpp}[self.engine]
@@ -98,7 +98,7 @@ def find_server(url: str) -> RunningServer:
     url = url.rstrip("/")
     if (props := _get(url, "/props")) and "build_info" in props:
         build = str(props["build_info"]).partition("-")[0]
-        # A build without git history calls itself b0.
+        # A build without git history reports the version b0.
         version = "" if build == "b0" else build
         return RunningServer(url=url, engine="llama.cpp", version=version, model="")
     if (info := _get(url, "/server_info")) and "speculative_algorithm" in info:
@@ -186,8 +186,8 @@ def _ask_vllm(server: RunningServer, prompt: list[int], max_tokens: int) -> Coun
     # The last block may extend beyond the end of the answer, by at most its own length.
     if emitted > len(token_ids) + now.num_draft_tokens / max(now.num_drafts, 1):
         raise ValueError(
-            f"{server.url} counted {emitted} tokens for an answer of {len(token_ids)}: another "
-            f"client is using this server: try again while it is idle"
+            f"{server.url} counted {emitted} tokens for an answer of {len(token_ids)}: "
+            f"another client is using this server; try again while it is idle"
         )
     counts = now.num_drafts, now.num_accepted, now.num_draft_tokens
     return _counted(server, token_ids, *map(int, counts))

@@ -88,7 +88,7 @@ def vllm_server(
     the wait for a healthy server.
 
     Raises:
-        ChildProcessError: the engine exited, with the engine's message, or the wait was given up.
+        ChildProcessError: the engine exited, with the engine's message, or the wait was aborted.
         TimeoutError: the server did not become healthy.
         ValueError: vLLM would not serve this draft with this config (`require_servable`).
     """
@@ -194,10 +194,10 @@ def describe_hits(
 
 
 def forget_requests(speculative_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config without memory of earlier requests, so that prompts can be measured again.
+    """Return the config without state from earlier requests, so that prompts can be measured again.
 
     Raises:
-        ValueError: the config has live counts, which remember earlier requests.
+        ValueError: the config has live counts, which draft from earlier requests.
     """
     if speculative_config.get(FOLDER) == LIVE:
         raise ValueError(f"{LIVE} would draft from answers to repeated prompts: {MEASURE_COUNTED}")
@@ -211,8 +211,9 @@ def require_servable(
 ) -> None:
     """Refuse a draft that vLLM would refuse, and more tokens than the draft can propose.
 
-    vLLM would make up the excess tokens. The runner and config.json are checked before a server
-    starts. For a draft that has not been downloaded yet, the number of tokens is not checked.
+    vLLM would fill the excess tokens with arbitrary values. The runner and config.json are checked
+    before a server starts. For a draft that has not been downloaded yet, the number of tokens is
+    not checked.
 
     Raises:
         ValueError: the draft cannot be served, or too many tokens are requested.

@@ -30,14 +30,14 @@ def read_settings(environment: Mapping[str, str] = os.environ) -> dict[str, Any]
     except ValueError as error:
         raise ValueError(f"{VARIABLE} is not valid JSON ({error}): {text[:200]}") from error
     if not isinstance(settings, dict):
-        raise ValueError(f"{VARIABLE} is not a JSON object in braces: {text[:200]}")
+        raise ValueError(f"{VARIABLE} is not a JSON object: {text[:200]}")
     return settings
 
 
 def write_settings(*settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variable with the merged settings; later settings win.
+    """Return the variable with the merged settings; later settings take precedence.
 
-    Empty without settings.
+    Empty if there are no settings.
     """
     merged: Mapping[str, Any] = {}
     for more in settings:

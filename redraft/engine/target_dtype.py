@@ -36,7 +36,10 @@ def open_target(
 def default_target_dtype(
     target: str | Path | TargetFolder, *, on_cpu: bool, machine: Machine | None = None
 ) -> TargetDtype | None:
-    """Return the dtype for a target, opened or not. None for the stored dtype."""
+    """Return the default dtype for a target, which may be opened or only named.
+
+    None means the stored dtype.
+    """
     if not on_cpu:
         return None
     try:

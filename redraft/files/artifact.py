@@ -123,7 +123,7 @@ def write_whole(path: Path, content: bytes | str, *, mode: int | None = None) ->
             os.fsync(file.fileno())
         partial.replace(path)
     finally:
-        partial.unlink(missing_ok=True)  # does nothing if it was renamed
+        partial.unlink(missing_ok=True)  # does nothing if the file was renamed
     # The rename changes the folder. Without this flush, a power cut could restore the old file.
     sync(path.parent)
 
@@ -189,7 +189,7 @@ def find_foreign(folder: Path) -> Path | None:
         return folder if any(folder.iterdir()) else None
     try:
         entries = manifest(folder)
-    except ValueError:  # a folder of ours whose manifest is damaged
+    except ValueError:  # redraft published the folder, but its manifest is damaged
         return None
     ours = {folder / name for name in (*entries, MANIFEST)}
     return next(
@@ -245,7 +245,7 @@ def manifest(folder: Path) -> dict[str, FileEntry]:
             raise ValueError("it was written by a later release of redraft")
         entries = {name: FileEntry(**entry) for name, entry in content["files"].items()}
         if not entries:
-            raise ValueError("it lists no file")
+            raise ValueError("it lists no files")
         return entries
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is corrupt ({error}): publish the folder again") from error
@@ -386,7 +386,7 @@ def _partial_folder(folder: Path) -> Iterator[Path]:
             ) from error
         raise
     finally:
-        shutil.rmtree(partial, ignore_errors=True)  # does nothing if it was renamed
+        shutil.rmtree(partial, ignore_errors=True)  # does nothing if the folder was renamed
         os.close(lock)
 
 

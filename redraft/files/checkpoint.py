@@ -25,9 +25,10 @@ from redraft.files.folder import (
 )
 from redraft.files.target_folder import TargetFolder
 
-TEKKEN = "tekken.json"  # mistral-common's tokenizer, in some repositories the only one
+TEKKEN = "tekken.json"  # mistral-common's tokenizer, the only one in some repositories
 TEMPLATE = "chat_template.jinja"
-PROCESSOR_TEMPLATE = "chat_template.json"  # for processors of text and images; vLLM reads it too
+# Template of a processor for text and images; vLLM reads it too.
+PROCESSOR_TEMPLATE = "chat_template.json"
 
 
 class MiMoConfig(Qwen2Config):  # type: ignore[misc]
@@ -75,9 +76,9 @@ def model_class(config: Any) -> Any:
 
 
 def attention_of(config: Any) -> str | None:
-    """Return the attention implementation for loading a causal LM. None for the default.
+    """Return the attention implementation for loading a causal LM.
 
-    transformers' default is SDPA, or eager for layers with sinks.
+    None means the default. transformers' default is SDPA, or eager for layers with sinks.
     """
     # SDPA silently ignores attention logit soft-capping.
     return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None
@@ -86,9 +87,9 @@ def attention_of(config: Any) -> str | None:
 def new_model(config: Any, dtype: torch.dtype | None) -> Any:
     """Create an untrained causal LM; `attention_of` sets its attention.
 
-    Raises like `model_class`.
+    Raises the same errors as `model_class`.
     """
-    config = copy.deepcopy(config)  # because the model modifies it
+    config = copy.deepcopy(config)  # copied, because the model modifies the config
     return model_class(config).from_config(
         config, dtype=dtype, attn_implementation=attention_of(config)
     )
@@ -137,7 +138,7 @@ def require_finite(model: torch.nn.Module, name: str) -> None:
     for weight, values in model.named_parameters():
         if values.is_meta or not values.is_floating_point():
             continue
-        # In parts, because the comparison makes a boolean tensor.
+        # Check in parts, because the comparison makes a boolean tensor.
         flat = values.detach().flatten()
         if not all(bool(part.isfinite().all()) for part in torch.split(flat, 1 << 26)):
             raise ValueError(f"{name} has non-finite values in {weight}: download it again")
@@ -160,7 +161,7 @@ def load_config(model: Model) -> Any:
         ValueError: the name is a GGUF file, or the config is unreadable.
     """
     path = model.folder if isinstance(model, TargetFolder) else Path(model)
-    if path.suffix == ".json" and path.is_file():  # a config.json with any name
+    if path.suffix == ".json" and path.is_file():  # a config.json under any name
         read_json(path)
         folder, what = path, str(path)
     else:
@@ -211,8 +212,8 @@ def end_ids(model: Model, tokenizer: Any) -> tuple[int, ...]:
         ),
         None,
     )
-    # A chat model has several end tokens, of which the tokenizer knows only one: Llama 3.1 ends at
-    # 128001, 128008 and 128009.
+    # A chat model has several end tokens, but the tokenizer has only one: Llama 3.1 ends at 128001,
+    # 128008 and 128009.
     listed = ends if isinstance(ends, list) else [ends]
     return tuple(
         sorted({token for token in (*listed, tokenizer.eos_token_id) if token is not None})

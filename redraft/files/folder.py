@@ -480,6 +480,6 @@ def _digest_vocabulary(folder: Path) -> str:
 
 
 def trained_with(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the trained architecture in an export's config.json; empty for another trainer's."""
+    """Return the trained architecture in config.json; empty for exports of other trainers."""
     recorded: Mapping[str, Any] = (config.get("redraft") or {}).get(TRAINED_WITH) or {}
     return recorded

@@ -51,7 +51,7 @@ def _has_all(patterns: Collection[str], names: Collection[str]) -> bool:
     )
 
 
-# The first match counts, so more specific kinds come first.
+# The first match is used, so more specific kinds come first.
 FOREIGN: tuple[Foreign, ...] = (
     Foreign(
         name="a DSpark draft of layers other than Qwen3's",
@@ -59,7 +59,7 @@ FOREIGN: tuple[Foreign, ...] = (
         matches=lambda config, names: _is_dspark_of_other_layers(config),
     ),
     Foreign(
-        name="a DSpark draft with a Markov head that is not vanilla",
+        name="a DSpark draft with a Markov head of a type other than vanilla",
         method=None,
         matches=lambda config, names: config.get("markov_head_type") not in (None, "vanilla"),
     ),
@@ -84,7 +84,7 @@ FOREIGN: tuple[Foreign, ...] = (
         architecture="(?i)lilicorr",
     ),
     Foreign(
-        name="an EAGLE-4 draft (a tree of its own plugin)",
+        name="an EAGLE-4 draft (a tree draft, for its own vLLM plugin)",
         method=None,
         architecture="(?i)eagle-?4",
     ),

@@ -86,7 +86,7 @@ def open_gguf(path: Path) -> Any:
 
     try:
         return Reader(path)
-    # numpy, struct and unicode errors, because the reader itself checks nothing.
+    # Also catches numpy, struct and unicode errors, because the reader checks nothing.
     except Exception as error:
         raise _corrupt(path, error) from error
 
@@ -117,7 +117,7 @@ def read_header(path: Path) -> GgufHeader:
             if key in reader.fields
         }
         types = {tensor.tensor_type.name for tensor in reader.tensors}
-    except Exception as error:  # a text that is not UTF-8
+    except Exception as error:  # the text is not UTF-8
         raise _corrupt(path, error) from error
     if (parts := int(fields.get("split.count", 0))) > 1:
         raise ValueError(
@@ -262,7 +262,7 @@ def _drop_added_tokens(folder: Path, vocab_size: int) -> None:
 
 
 def _make_savable(loaded: Any, config: Any, end_of_turn: int | None) -> Any:
-    """Make a plain model with this `config` that shares the weights of `loaded`.
+    """Create a plain model with this `config` that shares the weights of `loaded`.
 
     `loaded` itself counts as quantised and cannot be saved.
     """

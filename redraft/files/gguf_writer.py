@@ -50,7 +50,7 @@ class GgufTarget:
 
     @cached_property
     def _reader(self) -> Any:
-        read_header(self.path)  # raises an error for a part of a model, or an adapter
+        read_header(self.path)  # raises an error if the file is part of a model or an adapter
         return open_gguf(self.path)
 
     def _read(self, key: str) -> Any:
@@ -126,7 +126,7 @@ def write_gguf(
     for key, field in tokenizer.items():
         if key not in keys:
             kinds = field.types
-            inner = kinds[-1] if len(kinds) > 1 else None  # the type of an array's members
+            inner = kinds[-1] if len(kinds) > 1 else None  # the type of an array's elements
             writer.add_key_value(key, field.contents(), kinds[0], inner)
     for name, tensor in tensors.items():
         _add_tensor(writer, name, tensor.detach().contiguous())
@@ -166,7 +166,7 @@ def _add_tensor(writer: Any, name: str, tensor: Tensor) -> None:
 def layer_name(layer: int, part: str) -> str | None:
     """Return llama.cpp's name for a layer's tensor, e.g.
 
-    `mlp.up_proj.weight`. None if it has none.
+    `mlp.up_proj.weight`. Return None if it has none.
     """
     name, _, kind = part.rpartition(".")
     known = LAYER.get(name)

@@ -37,7 +37,7 @@ def compute_once(
 
 
 def find_not_kept(folder: Path) -> Path | None:
-    """Return the first file under `folder` that is not named like a cached value, or None."""
+    """Return the first file in `folder` whose name is not that of a cached value, or None."""
     files = (path for path in sorted(folder.rglob("*")) if not path.is_dir())
     return next((path for path in files if not KEPT.fullmatch(path.name)), None)
 

@@ -47,13 +47,13 @@ def acquire(path: Path, purpose: str, *, waits: bool = False) -> int:
         if found.st_nlink > 1 or (owner and not owner.startswith(OWNER)):
             raise OSError(f"{path} is not a lock of redraft: move it away")
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
-        # On a full disk, the owner cannot be noted, but the lock still holds.
+        # On a full disk, the owner's name cannot be written, but the lock is still held.
         with suppress(OSError):
             os.ftruncate(descriptor, 0)
             note = f"{os.getpid()} on {socket.gethostname()}\n".encode()
             os.pwrite(descriptor, OWNER + note, 0)
     except BlockingIOError:
-        # Read once more, because the owner may only just have noted itself.
+        # Read once more, because the owner may have written its name only after the first read.
         named = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
         os.close(descriptor)
         raise AlreadyOwnedError(

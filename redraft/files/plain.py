@@ -16,7 +16,7 @@ def open_file(path: str | Path) -> BinaryIO:
             never return.
     """
     # Without O_NONBLOCK, opening a pipe without a writer would wait forever. The check uses the
-    # open file, so that nobody can replace it in between.
+    # open file, so that it cannot be replaced in between.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     # Check before `fdopen`, because that fails for a folder and leaves its descriptor open.
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

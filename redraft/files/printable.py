@@ -2,7 +2,7 @@
 
 
 def shorten(words: str, sentences: int = 2) -> str:
-    """Return the first sentences, e.g. of an error with advice for programmers."""
+    """Return the first sentences of a text, e.g. of an error with advice for programmers."""
     return ". ".join(words.split(". ")[:sentences])
 
 

@@ -1,4 +1,4 @@
-"""Make folders that only their owner may open, because they contain users' text, tokens or keys."""
+"""Create folders that only their owner may open. They contain users' text, tokens or keys."""
 
 import os
 from pathlib import Path

@@ -18,7 +18,7 @@ class Progress(tqdm):  # type: ignore[misc]
     disable: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Before tqdm's constructor, which already draws the bar.
+        # Set before tqdm's constructor, which already draws the bar.
         self._is_log = not (kwargs.get("file") or sys.stderr).isatty()
         self._last_line_s = time.monotonic()
         self._has_line = False
@@ -34,7 +34,7 @@ class Progress(tqdm):  # type: ignore[misc]
             self._write_line()
 
     def clear(self, nolock: bool = False) -> None:
-        """Remove the bar from the screen before other text is written. A log keeps its lines."""
+        """Remove the bar from the screen before other text is written. In a log, do nothing."""
         if not self._is_log:
             super().clear(nolock)
 
@@ -42,7 +42,7 @@ class Progress(tqdm):  # type: ignore[misc]
         if not self._is_log:
             super().close()
             return
-        if self.disable:  # also on the second call
+        if self.disable:  # needed on the second call too
             return
         self.disable = True
         self._decr_instances(self)

@@ -1,7 +1,7 @@
 """Replace the results of an earlier run, which stay usable until the new ones are complete.
 
     OUT/draft/, OUT/report.json    results, by the names that their command writes
-    OUT/.previous/                 those of the earlier run, while the new ones are made
+    OUT/.previous/                 results of the earlier run, until the new ones are complete
 
     find_obstacle     before any work: finds files that would be lost and are not redraft's results
     keep_previous     after the last check that could refuse the run
@@ -48,7 +48,7 @@ def require_apart(file: Path | None, reads: object) -> None:
         ends = _places(Path(read))
         if any({place, *place.parents} & ends for place in _places(file)):
             raise ValueError(
-                f"{file} is read ({flag} {read}): choose a different name for the results"
+                f"{file} is an input ({flag} {read}): choose a different name for the results"
             )
 
 
@@ -64,7 +64,7 @@ def find_obstacle(
     folder.
     """
     results = [path for path in results if os.path.lexists(path)]
-    if not results:  # the paths that are read may be large folders
+    if not results:  # return early, because the input paths may be large folders
         return ""
     for path in results:
         if path.is_dir() and (foreign := find_foreign(path)) is not None:

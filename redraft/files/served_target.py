@@ -36,7 +36,7 @@ WITH_AUX = frozenset({
 transformers' names.
 """
 
-NUM_ROWS = 64  # number of rows compared between two tables that should be equal
+NUM_ROWS = 64  # number of rows to compare between two tables that should be equal
 
 
 def require_aux(target: TargetFolder, family: str) -> None:
@@ -149,7 +149,7 @@ def _require_tied(folder: Path) -> None:
             if name.endswith(end)
         ]
         tables = [_some_rows(files[name], name) for name in names]
-    except FileNotFoundError:  # weights in another format, or on another machine
+    except FileNotFoundError:  # weights in a different format, or on a different machine
         return
     if len(tables) == 2 and (tables[0].shape != tables[1].shape or not tables[0].equal(tables[1])):
         raise ValueError(

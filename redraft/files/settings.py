@@ -163,7 +163,7 @@ def read_field_docs(config_type: type) -> dict[str, str]:
 
 
 def require_port(setting: str, port: int) -> None:
-    """Raise ValueError if no server can have this port; 0 is any or none."""
+    """Raise ValueError if the port is invalid. 0 is valid, and means any port or none."""
     if not 0 <= port < 1 << 16:
         raise ValueError(f"{setting} is {port}: a port is a number up to 65535")
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-MARK = "speculators_model_type"  # marks a folder in this layout; its value is the family
+MARK = "speculators_model_type"  # key that marks a folder in this layout; its value is the family
 
 
 def frame(

@@ -43,7 +43,7 @@ class TargetFolder:
     """The folder or hub name as given, for reports, servers and other processes."""
     folder: Path
     dtype: TargetDtype | None = None
-    """Dtype for the target's computation. None for the stored dtype
+    """Dtype for the target's computation. None means the stored dtype
     (`engine.target_dtype.open_target`).
     """
 
@@ -129,7 +129,7 @@ class TargetFolder:
         return read_quantization(self.folder)
 
     def choose_cpu_dtype(self, has_bfloat16: Callable[[], bool]) -> TargetDtype | None:
-        """Return the default dtype on a CPU (`engine.target_dtype`); None for the stored dtype.
+        """Return the default dtype on a CPU (`engine.target_dtype`); None means the stored dtype.
 
         `has_bfloat16` says whether the CPU has bfloat16 instructions.
         """
@@ -147,7 +147,9 @@ class TargetFolder:
 
     @cached_property
     def lineage(self) -> str:
-        """The layout that drafts must fit (`folder.lineage`). Empty without safetensors weights.
+        """The layout that drafts must fit (`folder.lineage`).
+
+        Empty if there are no safetensors weights.
 
         If it is empty, only drafts for exactly these weights fit.
 
@@ -161,7 +163,7 @@ class TargetFolder:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer, with the chat template. Raises like `load_tokenizer`."""
+        """The tokenizer, with the chat template. Raises the same errors as `load_tokenizer`."""
         from redraft.files.checkpoint import load_tokenizer
 
         return load_tokenizer(self)

@@ -17,7 +17,7 @@ ROTARY = "rotary_emb."
 
 
 def list_tensors(folder: Path) -> dict[str, Path]:
-    """Do the same as `tensor_files`, also for folders with older pytorch_model*.bin files.
+    """Like `tensor_files`, but also supports folders with older pytorch_model*.bin files.
 
     Raises the same errors as `tensor_files`.
     """
@@ -32,7 +32,7 @@ def _map_bin(path: Path) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = torch.load(
             path, map_location="cpu", mmap=True, weights_only=True
         )
-    except Exception as error:  # from torch, zipfile or pickle
+    except Exception as error:  # errors of torch, zipfile or pickle
         raise ValueError(
             f"{path} is corrupt ({type(error).__name__}): download it again"
         ) from error

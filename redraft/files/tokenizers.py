@@ -38,9 +38,9 @@ def first_difference(
 
 
 def mean_rows(weight_VD: Tensor, pieces: list[list[int]]) -> Tensor:
-    """Row i is the mean of rows `pieces[i]` of `weight_VD`, or of all rows if there are none.
+    """Return the mean of rows `pieces[i]` of `weight_VD` as row i.
 
-    The means are computed in float32.
+    If `pieces[i]` is empty, the mean is over all rows. The means are computed in float32.
     """
     wide_VD = weight_VD.detach().float()
     lengths_N = torch.tensor([len(ids) for ids in pieces], device=weight_VD.device)
@@ -62,8 +62,8 @@ def fit_vocabulary(draft: Any, vocab_size: int) -> None:
     the head is the mean of all rows. Its logit is then the mean logit, which is never the largest.
     By Jensen's inequality, its probability is at most 1/V. No other vector has a lower worst case
     over hidden states (sup_h r.h - logsumexp(W h) = -max{entropy(a): W'a = r}). A row of zeros
-    would win whenever all logits are negative. Call `check_same_tokenizer` before truncating,
-    because the last rows must be unused.
+    would be the argmax whenever all logits are negative. Call `check_same_tokenizer` before
+    truncating, because the last rows must be unused.
     """
     size = draft.get_input_embeddings().weight.shape[0]
     if size != vocab_size:

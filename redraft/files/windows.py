@@ -29,7 +29,7 @@ class View:
     """The positions that one layer attends to."""
 
     window: int | None = None
-    """Size of the window in positions. None for all positions of a document."""
+    """Size of the window in positions. None means all positions of a document."""
     is_causal: bool = False
 
     def __str__(self) -> str:
@@ -46,7 +46,9 @@ def make_views(
     full_layers: Sequence[int] = (),
     is_causal: bool | None = None,
 ) -> tuple[View, ...]:
-    """Make one view per layer. If `is_causal` is None, exactly the layers with a window are causal.
+    """Create one view per layer.
+
+    If `is_causal` is None, exactly the layers with a window are causal.
 
     Raises:
         ValueError: a layer in `full_layers` does not exist, or there is no window to exempt it
@@ -158,7 +160,8 @@ def read_block_windows(config: Mapping[str, Any], folder: Any) -> dict[str, Any]
         # This is ModelOpt's and MiMo's key for a window in every layer. Because no layer type
         # states the window, it does not make layers causal.
         read["layer_types"], is_causal = [SLIDING] * len(types), bool(is_causal)
-    if "swa_window_size" in section:  # transformers does not read this section, so it drops nothing
+    # Transformers does not read this section, so it does not drop the size.
+    if "swa_window_size" in section:
         read |= {"sliding_window": section["swa_window_size"], "use_sliding_window": True}
     windows = read_windows(read, num_layers, folder)
     # None if the windows imply it, so that each meaning has only one spelling.

@@ -46,7 +46,7 @@ KNOWN: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "EAGLE-4": (
         {"architectures": ["LlamaForCausalLMEagle4"]},
         EAGLE3_NAMES,
-        "an EAGLE-4 draft (a tree of its own plugin): vLLM has no method to serve it",
+        "an EAGLE-4 draft (a tree draft, for its own vLLM plugin): vLLM has no method to serve it",
     ),
     "z-lab, quantized": (
         {"architectures": ["DFlashDraftModel"], "quantization_config": {"quant_method": "fp8"}},
@@ -75,7 +75,7 @@ KNOWN: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
             "markov_head_type": "rnn",
         },
         ("fc.weight", "markov_head.markov_w1.weight"),
-        "a DSpark draft with a Markov head that is not vanilla: vLLM has no method to serve it",
+        "a DSpark draft with a Markov head of a type other than vanilla: vLLM has no method to serve it",
     ),
     "DSpark of Gemma 4": (
         {"architectures": ["Gemma4DSparkModel"], "markov_rank": 256},
@@ -90,7 +90,7 @@ KNOWN: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "SpecForge, gated DSpark": (
         {"architectures": ["Qwen3DSparkModel"], "markov_head_type": "gated"},
         ("fc.weight", "markov_head.markov_w1.weight"),
-        "a DSpark draft with a Markov head that is not vanilla: vLLM has no method to serve it",
+        "a DSpark draft with a Markov head of a type other than vanilla: vLLM has no method to serve it",
     ),
     "SpecForge Domino": (
         {"architectures": ["DominoDraftModel"]},

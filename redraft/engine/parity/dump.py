@@ -116,7 +116,7 @@ class Recorder:
         return drafted
 
     def estimate_confidence(self, given: dict[str, Any], drafted: list[int]) -> list[float]:
-        """Return the drafter's estimated acceptance of each draft token; empty without estimates.
+        """Return the drafter's estimated acceptance of each draft token; empty if it has none.
 
         vLLM computes estimates only in adaptive verification, so this method calls its modules
         directly.
@@ -150,7 +150,8 @@ def dump(run: EngineRun) -> dict[str, Any]:
         dtype=run.dtype,
         max_model_len=max_model_len,
         max_num_seqs=1,  # every row of a pass belongs to one request
-        max_num_batched_tokens=max(2048, max_model_len),  # no prompt is prefilled in several parts
+        # Large enough that every prompt is prefilled in one step.
+        max_num_batched_tokens=max(2048, max_model_len),
         enforce_eager=True,
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
@@ -159,7 +160,7 @@ def dump(run: EngineRun) -> dict[str, Any]:
     )
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     recorder = Recorder(runner, run.recorded_prompts, run.blocks_a_prompt)
-    ends = list(run.end_ids)  # without a tokenizer, the engine has no end-of-text token
+    ends = list(run.end_ids)  # without a tokenizer, the engine does not have the end-of-text token
     sampling = SamplingParams(
         temperature=0,
         max_tokens=run.max_tokens,

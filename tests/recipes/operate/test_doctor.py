@@ -107,10 +107,14 @@ def test_a_cpu_environment_and_a_cuda_environment_that_fit_have_no_findings():
         ),
         (
             make_facts(torch_gpu=("CUDA", "13.0")),
-            "torch is built for CUDA 13.0, but the engine for the CPU",
+            "torch is built for CUDA 13.0, but the engine is built for the CPU",
             INSTALL_CPU,
         ),
-        (make_facts(CUDA), "torch is built for the CPU, but the engine for a GPU", INSTALL_CUDA),
+        (
+            make_facts(CUDA),
+            "torch is built for the CPU, but the engine is built for a GPU",
+            INSTALL_CUDA,
+        ),
         (
             make_facts(CUDA, torch_gpu=("CUDA", "13.0")),
             "torch finds no device",

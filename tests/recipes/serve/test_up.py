@@ -717,7 +717,7 @@ def test_no_client_writes_a_line_or_a_cause_of_death(tmp_path, capsys):
     part.takes_requests = True
     up_parts.show_lines(up_parts.Screen(is_terminal=False), part, part.read_lines())
     assert capsys.readouterr().out == ""
-    assert last_error(part.log) == "its log names no cause"
+    assert last_error(part.log) == "its log states no cause"
     with part.log.open("a") as file:
         file.write("(EngineCore pid=7) ERROR 11-27 10:00:00 [core.py:9] OSError: no device\n")
         file.write(f"{api} ValueError: forged\r\n")
