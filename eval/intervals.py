@@ -69,7 +69,8 @@ def estimate_gain(over_N2: Array, under_N2: Array) -> Estimate:
         _leave_one_out(over_N2[:, column], under_N2[:, column]) for column in (0, 1)
     )
     gain_N = (ours_N - ours) - (theirs_N - theirs)
-    # A prompt counts if either draft has rows on it. Fewer degrees of freedom are the safer choice.
+    # A prompt counts if either draft has rows on it. Of the two degrees of freedom, the smaller is
+    # the safer choice.
     return Estimate(ours - theirs, _error(gain_N, under_N2.max(1)), min(freedom, other_freedom))
 
 
@@ -163,7 +164,8 @@ def _error(deviation_N: Array, under_N: Array) -> float:
     return math.sqrt((num_prompts - 1) / num_prompts * float(np.square(deviation_N).sum()))
 
 
-@functools.lru_cache(maxsize=4096)  # a report needs it hundreds of times for the same prompts
+# Cached, because a report needs it hundreds of times for the same prompts.
+@functools.lru_cache(maxsize=4096)
 def student_t_quantile(probability: float, freedom: float) -> float:
     """The `probability` quantile of Student's t with `freedom` degrees of freedom.
 

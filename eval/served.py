@@ -16,7 +16,8 @@ from redraft.files.kept import compute_once
 from redraft.heads.doctor.checks import first_cure
 from redraft.heads.target import LoadedTarget
 
-CountsByTemperature = list[list[AcceptanceCounts]]  # [temperature][prompt], in the order of prompts
+# Indexed by [temperature][prompt], in the order of the prompts.
+CountsByTemperature = list[list[AcceptanceCounts]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +46,9 @@ def serve_and_count(
     They are cached in `folder`, so a run resumed after a kill does not serve the draft again.
 
     Raises:
-        ChildProcessError: the engine died; the message is the engine's, with a cure if the draft's
+        ChildProcessError: the engine died; the message is the engine's, with a fix if the draft's
             folder suggests one.
-        ConnectionError: the server went away.
+        ConnectionError: the server stopped responding.
     """
     assert draft.speculative is not None, "vLLM can serve it"
     is_compared = options.forecast and draft.forecast is not None

@@ -8,7 +8,7 @@
     ANSWERS+HEAD:2   counted answers (or live) first
     NAME=DRAFT       any of these, under a name for reports
 
-A folder is recognised by its tensors, because its config.json may claim a different family. This
+A folder is recognised by its tensors, because its config.json may name a different family. This
 module imports no torch.
 """
 
@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from redraft.eval.forecast.drafts import NamedDraft
     from redraft.heads.target import LoadedTarget
 
-SampleMethod = Literal["greedy", "probabilistic"]  # the most probable token, or one drawn from q
+# Proposes the most probable token, or a token sampled from q.
+SampleMethod = Literal["greedy", "probabilistic"]
 
 
 def require_tokens(num_speculative_tokens: int) -> None:
@@ -136,7 +137,7 @@ class DraftSource:
     @property
     def is_without_folder(self) -> bool:
         """Whether this is a lookup in the text, or the layers in the target's own folder."""
-        # ./ngram is a folder with this name.
+        # ./ngram means a folder with this name.
         return self.source in list_without_folder()
 
     @cached_property
@@ -282,7 +283,7 @@ def choose_proposer(folder: Path) -> dict[str, Any]:
     names = _tensor_names(folder)
     if (foreign := match_foreign(config, names)) is not None:
         if foreign.method is None:
-            detect_family(folder)  # raises, with the name of the kind
+            detect_family(folder)  # raises an error that names the kind
         return {"method": foreign.method}
     named = set(config.get("architectures") or ())
     of_architecture = (family for family in FAMILIES if named.intersection(family.architectures))
@@ -300,7 +301,8 @@ def choose_proposer(folder: Path) -> dict[str, Any]:
 def _tensor_names(folder: Path) -> Collection[str]:
     if any(folder.glob("*.safetensors")) or not any(folder.glob(OLD_WEIGHTS)):
         return tensor_files(folder)
-    from redraft.files.tensors import list_tensors  # imports torch, which old weight files need
+    # Imported here, because it imports torch, which old weight files need.
+    from redraft.files.tensors import list_tensors
 
     return list_tensors(folder)
 
@@ -312,7 +314,7 @@ def _guess_method(config: Mapping[str, Any]) -> str | None:
     """
     architectures = config.get("architectures") or []
     names = " ".join([*architectures, config.get("model_type") or ""]).lower()
-    # Check longer names first, because eagle is a part of eagle3.
+    # Check longer names first, because "eagle" is part of "eagle3".
     for method in sorted(list_methods(), key=len, reverse=True):
         if method in names:
             return method

@@ -46,7 +46,7 @@ class NamedDraft:
     speculative: Mapping[str, Any] | None
     """vLLM's speculative config without the number of tokens. None if vLLM has no such proposer."""
     folder: Path | None = None
-    """Folder with the weights. None for a lookup."""
+    """Folder with the weights. None if the draft is a lookup."""
     served: Path | None = None
     """Folder to serve as the target, if the draft is in the target's folder."""
     notes: tuple[str, ...] = ()
@@ -82,8 +82,8 @@ def make_model(draft: DraftSource, target: LoadedTarget, sampling: SampleMethod)
     folder = draft.folder or target.files.folder
     pair = Pair.read(target.files, folder)
     family = pair.family
-    # A head is made for one target. A standalone draft reads tokens, so `_make_forecast` compares
-    # the tokenizers.
+    # A head is trained for one target. A standalone draft reads tokens, so `_make_forecast`
+    # compares the tokenizers.
     if family.is_head:
         require_trained_for(folder, target.files)
     # vLLM finds such a draft in the target's folder.
@@ -157,8 +157,8 @@ def make_suffix(draft: DraftSource) -> NamedDraft:
             "suffix decoding needs a separate package: pip install arctic-inference==0.1.1"
         )
     note = (
-        "measured only in the engine, and with the text of each request only: a server would also "
-        "look tokens up in its earlier answers"
+        "measured only in the engine, and only with the text of each request: a server "
+        "would also look tokens up in its earlier answers"
     )
     return NamedDraft(
         name=draft.name,
@@ -209,11 +209,13 @@ def _require_rows(folder: Path, draft: Any, target: Any) -> None:
     rows, its = (len(model.get_output_embeddings().weight) for model in (draft, target))
     if rows != its:
         raise ValueError(
-            f"{folder} has {rows} logits, but the target has {its}: engines refuse this pair"
+            f"{folder} has {rows} logits, but the target has {its}: engines reject this pair"
         )
 
 
 def _notes(family: Family, sampling: SampleMethod) -> tuple[str, ...]:
     if sampling == "probabilistic" and not family.can_sample:
-        return (f"{family.method} drafts are greedy whatever --draft-sample-method says",)
+        return (
+            f"{family.method} drafts are always greedy, whatever the value of --draft-sample-method",
+        )
     return ()

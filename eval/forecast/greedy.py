@@ -59,8 +59,8 @@ class Continuation:
 
 
 Keep = Callable[[list[Prompt], Callable[[], list[Continuation]]], list[Continuation]]
-"""`keep(prompts, compute)` returns the answers to a batch from an earlier run, or else the result
-of `compute()`.
+"""`keep(prompts, compute)` returns the answers to a batch from an earlier run, or otherwise the
+result of `compute()`.
 """
 
 
@@ -75,8 +75,8 @@ class PromptForecast:
     num_rows: int
     counts: AcceptanceCounts
     by_context: Mapping[int, AcceptanceCounts] = field(default_factory=dict)
-    """The counts by context length (`split_by_context`). Every step counts as a draft, also one in
-    which an engine that stops at the longest answer has nothing to draft.
+    """The counts by context length (`split_by_context`). Every step counts as a draft, even one in
+    which an engine that stops at the maximum length has nothing to draft.
     """
 
 
@@ -303,7 +303,7 @@ def _generate(
         )
         tokens.append(choose(output.logits[:, -1], len(tokens)))
         # A text that has ended needs only the tokens beyond its end. The batch stops when no text
-        # needs more.
+        # needs more tokens.
         after_end = torch.full_like(needed_B, len(tokens) + beyond)
         needed_B = torch.where(
             torch.isin(tokens[-1], ends), torch.minimum(needed_B, after_end), needed_B
@@ -456,8 +456,8 @@ def metric_sums(
     match_BTK, labelled_BTK = block_matches(
         compared, num_speculative_tokens, draft.is_autoregressive
     )
-    # Count only whole blocks, because a block that the end of the text cuts would count as rejected
-    # there.
+    # Count only whole blocks, because a block that is cut off by the end of the text would count as
+    # rejected there.
     blocks_NK = match_BTK[labelled_BTK.all(-1)]
     first = compared[0]
     rates = [

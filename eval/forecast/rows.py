@@ -22,8 +22,9 @@ from redraft.eval.acceptance import alpha, probabilities
 from redraft.eval.forecast.sampled import sampled_probabilities, sampled_topk
 from redraft.heads.draft import Batch, Draft, DraftStep, ExactTarget, TargetSignal, TopKTarget
 
-MOST_ODDS = 40.0  # vLLM cuts log odds off there.
-ROWS_A_CHUNK = 256  # whose distributions are in memory at once; larger is no faster
+MOST_ODDS = 40.0  # vLLM clips log odds at this value.
+# Number of rows whose distributions are in memory at once; a larger number is no faster.
+ROWS_A_CHUNK = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +113,8 @@ class StepRates:
     def ratio(self, label_N: Tensor) -> Tensor:
         """Return q(label) / p(label), [N]. It is always finite."""
         q_N = self._look_up_q(label_N[:, None]).squeeze(-1)
-        # 0 / 0 is NaN: a label that neither can produce counts as 0. x / 0 becomes a very large
-        # number.
+        # 0 / 0 is NaN: a label that has probability 0 under both counts as 0. x / 0 becomes a very
+        # large number.
         return (q_N / self.target.probability(label_N)).nan_to_num(0)
 
     def _look_up_q(self, ids_NM: Tensor) -> Tensor:

@@ -18,7 +18,9 @@ from torch.nn import functional as F
 from redraft.engine.sampling import Sampling
 from redraft.eval.acceptance import probabilities
 
-PREFIX = 1024  # read first, because sorting a vocabulary takes longer than a small target's pass
+# Number of most probable tokens to filter first, because sorting a vocabulary takes longer than a
+# small target's pass.
+PREFIX = 1024
 LOG_ZERO = -1e30  # Logarithm of a probability that counts as 0.
 
 
@@ -78,13 +80,13 @@ def filter_sorted(p_NM: Tensor, rest_N: Tensor, sampling: Sampling) -> Tensor:
         cut_N1 = sampling.min_p * p_NM[:, :1]
         p_NM, rest_N = _renormalise(p_NM * (p_NM >= cut_N1), rest_N * (p_NM[:, -1] >= cut_N1[:, 0]))
     if 0 < sampling.top_k <= p_NM.shape[-1]:
-        # Ties with the last kept token stay too.
+        # Ties with the last kept token are kept too.
         p_NM, rest_N = _renormalise(
             p_NM * (p_NM >= p_NM[:, sampling.top_k - 1, None]), torch.zeros_like(rest_N)
         )
     if sampling.top_p < 1:
-        # A token stays if the mass before it has not reached top_p, so the first token always
-        # stays.
+        # A token is kept if the mass before it has not reached top_p, so the first token is always
+        # kept.
         kept_NM = p_NM * (p_NM.cumsum(-1) - p_NM < sampling.top_p)
         # If the known tokens do not reach top_p, the filter ends among the unknown ones and keeps
         # about this much of their mass.
@@ -99,8 +101,8 @@ def _decides(top_NM: Tensor, rest_N: Tensor, sampling: Sampling) -> bool:
     if sampling.min_p:
         outside_N |= top_NM[:, -1] < sampling.min_p * top_NM[:, 0]
     if sampling.top_k:
-        # It must be strictly smaller, so that no token ties with the last one kept. top_p comes
-        # later and keeps no more tokens.
+        # It must be strictly smaller, so that no token ties with the last one kept. top_p is
+        # applied later and cannot add tokens.
         outside_N |= top_NM[:, -1] < top_NM[:, sampling.top_k - 1]
     elif not sampling.min_p:  # min_p would renormalise first
         outside_N |= rest_N < 1 - sampling.top_p

@@ -101,8 +101,7 @@ class PromptRows:
     for lookups.
     """
     by_context: dict[int, ExpectedCounts] = field(default_factory=dict)
-    """Counts with the maximum number of draft tokens, by length of the context
-    (`split_by_context`).
+    """Counts with the maximum number of draft tokens, by context length (`split_by_context`).
     """
 
 
@@ -117,14 +116,15 @@ class Protocol:
     seed: int
     batch_size: int
     filters: Sampling = field(default_factory=Sampling)
-    """Sampling filters of the answers, used at every temperature."""
+    """Sampling filters for the answers, used at every temperature."""
 
     @property
     def most_tokens(self) -> int:
         return max(self.num_speculative_tokens)
 
 
-Rows = dict[float, list[dict[str, PromptRows]]]  # by temperature, prompt, and name of the draft
+# Results by temperature, prompt and name of the draft.
+Rows = dict[float, list[dict[str, PromptRows]]]
 
 
 def forecast_drafts(
@@ -262,7 +262,7 @@ def evaluate_batch(
     # 4. Compute the expected counts of each text.
     results: list[dict[str, PromptRows]] = [{} for _ in texts]
     for (name, most), steps in proposed.items():
-        # At temperature 0, both ways to draft are the same.
+        # At temperature 0, both draft_sample_methods are equivalent.
         draft = drafts[name] if temperature > 0 else replace(drafts[name], can_sample=False)
         limited = replace(protocol, num_speculative_tokens=(most,)) if draft.is_block else protocol
         rates = [next(verified) for _ in steps]
@@ -334,8 +334,8 @@ def _propose(
 ) -> list[Proposals]:
     """The proposals for K = `most_tokens` tokens.
 
-    An autoregressive draft has one step, any other K steps. A lookup proposes K tokens. In a mix,
-    the lookup's tokens are followed by the steps that the head may take.
+    An autoregressive draft has one step, any other K steps. A lookup proposes K tokens. For a
+    lookup before a head, the lookup's tokens are followed by the head's steps.
     """
     if isinstance(draft.steps, Lookup):
         return list(_looked_up(draft.steps, texts, most_tokens).to(batch.input_ids_BT.device))
@@ -444,8 +444,8 @@ def _prompt_rows(
     the ratios for block verification.
     """
     num_output = len(text.output_ids)
-    # A head reads the target's state of the second-last token, which a prompt of one token does not
-    # have.
+    # A head reads the target's state of the second-to-last token, which a prompt of one token does
+    # not have.
     answer = slice(
         0 if draft.is_autoregressive or len(text.prompt.token_ids) > 1 else 1, num_output
     )

@@ -41,10 +41,10 @@ from redraft.heads.draft import DraftStep, ExactTarget
 
 ESTIMATOR_SLOPE, ESTIMATOR_BIAS = 0.5, -0.2
 """Initial coefficients of vLLM's estimator for the log odds of a draft's most probable token. vLLM
-fits both to the traffic. This changes the threshold, but hardly the order of the tokens.
+fits both to the traffic. Its fit changes the threshold, but hardly the order of the tokens.
 """
 
-NOTHING = -1  # replaces a proposed token if there is none
+NOTHING = -1  # stands for the proposed token if there is none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class VerifiedLabels:
     """The draft's confidence in its token, as adaptive verification uses it. It is 1 for a lookup."""
 
 
-Proposals = DraftStep | Tensor  # a step, or the token looked up for each label, int64 [N]
+Proposals = DraftStep | Tensor  # a draft step, or the looked-up token for each label, int64 [N]
 
 
 def verify_labels(

@@ -1,6 +1,7 @@
 """Evaluate the acceptance measured in an engine.
 
-It is compared with the published forecast or with training's held-out text, or evaluated by itself.
+It is compared with the published forecast or with the acceptance on training's held-out text, or
+evaluated by itself.
 """
 
 import math
@@ -16,7 +17,8 @@ forecast's own dtype, an engine's counts differ by at most 0.05%. With a differe
 the target's greedy choice are broken differently.
 """
 
-MAX_APART = 0.25  # share of prompts counted otherwise than forecast, in float32: ties
+# In float32, maximum share of prompts whose counts differ from the forecast, because of ties.
+MAX_APART = 0.25
 
 MIN_SHARE = 0.75
 """Minimum acceptable share of the acceptance on training's held-out text. A different kind of text
@@ -27,13 +29,13 @@ NUM_SIGMAS = 3.0  # Number of standard errors allowed for chance.
 # A draft with a lower tau is useless: it costs a pass in every step and saves at most one step in
 # ten.
 MIN_TAU = 1.1
-MIN_DRAFTS = 100  # number of drafts needed to call a draft useless, or too good
+MIN_DRAFTS = 100  # number of drafts needed to report a draft as useless or as too good
 TOO_GOOD = 0.97  # share of accepted tokens that no trained draft reaches on unseen text
 
 
 PUBLISHED = "the forecast published with the draft"
 OTHER_WEIGHTS = (
-    "these are not the weights that were published, or they are fed other inputs: compare "
+    "these are not the published weights, or the engine gives them different inputs: compare "
     "model.safetensors and config.json with the run's draft folder"
 )
 
@@ -50,7 +52,7 @@ def find_missed_forecast(
 
     Both cover the same prompts. `is_exact` means that both computed in float32: their counts are
     then equal on nearly every prompt, so even a small fault is visible. If one of them used
-    bfloat16, some ties are broken differently, so only a difference in the mean counts.
+    bfloat16, some ties are broken differently, so only a difference in the mean is evidence.
     """
     num_apart = sum(
         (s.num_accepted, s.num_drafts) != (e.num_accepted, e.num_drafts)
@@ -81,7 +83,8 @@ def find_lost_acceptance(counts: AcceptanceCounts, trained_tau: float) -> Iterat
     if served + NUM_SIGMAS * _standard_error(counts) < MIN_SHARE * expected:
         yield Finding(
             f"training measured tau {trained_tau:.2f}, but serving measures {counts.tau:.2f} "
-            f"({counts.num_drafts} drafts): {served / expected:.0%} of the accepted tokens",
+            f"({counts.num_drafts} drafts): {served / expected:.0%} of the expected accepted "
+            "tokens",
             "the draft does not receive the same inputs as in training: check aux layer ids, norms, chat "
             "template and loss mask",
         )
@@ -91,7 +94,8 @@ def find_dead(counts: AcceptanceCounts) -> Iterator[Finding]:
     """Yield a finding if almost no draft token is accepted. No reference is needed."""
     if counts.num_drafts >= MIN_DRAFTS and counts.tau < MIN_TAU:
         yield Finding(
-            f"the draft is useless: tau {counts.tau:.2f} over {counts.num_drafts} drafts, so it slows "
+            f"the draft is useless: its tau is {counts.tau:.2f} over {counts.num_drafts} "
+            "drafts, so it slows "
             "the server down",
             "it is untrained, damaged, or for a different target: train one for this target, or export "
             "it again",

@@ -27,7 +27,8 @@ from redraft.heads.doctor.pair import Finding
 from redraft.heads.draft import Batch, DraftStep
 from redraft.heads.family import Parity
 
-TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}  # of a row's largest entry: kernels differ by less
+# Tolerance relative to a row's largest entry; kernels differ by less.
+TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,7 @@ def compare(
     for block in dump.recorded():
         trained = _trained(draft, parity, signal, dump.prefix(block), block.drafted, device)
         served = _served(block, parity, draft, trained.passes)
-        # Later blocks also have rows of rejected tokens, which the engine batches in its own way.
+        # Later blocks also have rows of rejected tokens, which the engine batches differently.
         kinds = (
             _pass_differences(trained.passes, served, tolerance)
             if block.num_output == 1
@@ -89,15 +90,14 @@ def compare(
 
 
 CURES = {
-    "ids": "the engine shifts tokens differently from training: serve with the method of this "
-    "family",
-    "positions": "the engine counts positions differently from training: serve with the method of "
-    "this family",
+    "ids": "the engine shifts tokens differently from training: serve with this family's method",
+    "positions": "the engine counts positions differently from training: serve with this "
+    "family's method",
     "feature": "check the aux layer ids and which side of the final norm the head reads",
     "step 1": "a norm, bias, window or rotary parameter differs in serving: compare config.json with an "
     "export from training",
-    "later": "the hidden state fed back differs: check norm_output and on which side of the norm "
-    "the head feeds back",
+    "later": "the hidden state that is fed back differs: check norm_output and on which "
+    "side of the norm the head feeds back",
     "tokens": "check d2t and the head's rows (lm_head, markov_head) in the checkpoint",
     "confidence": "check confidence_head in the checkpoint, and confidence_head_with_markov in "
     "config.json",
@@ -107,9 +107,12 @@ CURES = {
 def _pass_differences(
     trained: Sequence[Pass], served: Sequence[Pass], tolerance: float
 ) -> Iterator[tuple[str, str]]:
-    """(kind, sentence) for every difference between the passes of a block."""
+    """Yield (kind, message) for every difference between the passes of a block."""
     if len(trained) != len(served):
-        yield "ids", f"the drafter makes {len(served)} passes for a block, training {len(trained)}"
+        yield (
+            "ids",
+            f"the drafter makes {len(served)} passes for a block, but training makes {len(trained)}",
+        )
         return
     for k, (mine, other) in enumerate(zip(trained, served, strict=True)):
         # The engine may pad a pass, so its rows after ours do not count.
@@ -126,8 +129,8 @@ def _pass_differences(
                 row = int((given[:rows].long() != wanted).nonzero()[0])
                 yield (
                     kind,
-                    f"draft step {k + 1}, row {row}: fed {kind} {int(given[row])}, trained "
-                    f"{int(wanted[row])}",
+                    f"draft step {k + 1}, row {row}: the engine fed {kind} "
+                    f"{int(given[row])}, but training used {int(wanted[row])}",
                 )
         if mine.feature_ND is not None and other.feature_ND is not None:
             yield from _rows_apart("feature", f"draft step {k + 1}: the target's feature", mine.feature_ND,
@@ -143,7 +146,7 @@ def _rows_apart(
     if other_ND.shape[-1] != mine_ND.shape[-1]:
         yield (
             kind,
-            f"{name} is {other_ND.shape[-1]} wide in serving, {mine_ND.shape[-1]} in training",
+            f"{name} is {other_ND.shape[-1]} wide in serving, but {mine_ND.shape[-1]} in training",
         )
         return
     apart_N = relative_difference(other_ND[: len(mine_ND)], mine_ND)
@@ -158,7 +161,7 @@ def _rows_apart(
 
 
 def _token_differences(trained: Trained, block: Block, dtype: str) -> Iterator[tuple[str, str]]:
-    """Drafted tokens that differ from those training would propose, except for ties."""
+    """Yield drafted tokens that differ from those that training would propose, except for ties."""
     tie = TIE_LOGIT_GAP if dtype == "float32" else TIE_LOGIT_GAP_HALF
     for k, (logits_W, token) in enumerate(zip(trained.logits, block.drafted, strict=True)):
         best = int(logits_W.argmax())
@@ -175,7 +178,7 @@ def _token_differences(trained: Trained, block: Block, dtype: str) -> Iterator[t
         if ours != token and not (known and float(logits_W[best] - logits_W[index]) <= tie):
             yield (
                 "tokens",
-                f"draft step {k + 1} proposes token {token}, training would propose {ours}",
+                f"draft step {k + 1} proposes token {token}, but training would propose {ours}",
             )
 
 
@@ -185,15 +188,16 @@ def _confidence_differences(
     if len(trained.confidence) != len(block.confidence):
         yield (
             "confidence",
-            f"{len(block.confidence)} acceptances are estimated, training estimates "
-            f"{len(trained.confidence)}",
+            f"{len(block.confidence)} acceptance estimates in serving, but "
+            f"{len(trained.confidence)} in training",
         )
         return
     for k, (ours, served) in enumerate(zip(trained.confidence, block.confidence, strict=True)):
         if abs(ours - served) > tolerance:
             yield (
                 "confidence",
-                f"draft step {k + 1} estimates an acceptance of {served:.4f}, training {ours:.4f}",
+                f"draft step {k + 1} estimates an acceptance of {served:.4f}, but training "
+                f"{ours:.4f}",
             )
 
 
@@ -341,7 +345,7 @@ the draft, its steps, the batch, the target's feature and the number of draft to
 
 
 def _served(block: Block, parity: Parity, draft: Any, trained: Sequence[Pass]) -> list[Pass]:
-    if parity == "parallel":  # one row, whose position the engine does not give
+    if parity == "parallel":  # one row, whose position the engine does not pass on
         (only,) = block.passes
         at, feature_ND = trained[0].positions_N, only["args"][0]
         return [

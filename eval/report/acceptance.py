@@ -22,8 +22,8 @@ from redraft.eval.report.results import Measured, build_results, list_prompt_cou
 from redraft.files.artifact import write_whole
 from redraft.files.kept import hash_key
 
-SCHEMA_VERSION = 3  # the schema describes the changes of each version
-FEW_PROMPTS = 20  # with fewer prompts in a domain, intervals are of little use
+SCHEMA_VERSION = 3  # the schema describes what each version changed
+FEW_PROMPTS = 20  # with fewer prompts in a domain, intervals are rough
 
 
 def build_acceptance_report(
@@ -67,7 +67,10 @@ def build_acceptance_report(
 
 
 def write_acceptance_report(folder: Path, report: Mapping[str, Any]) -> Path:
-    """Write report.json, .html and .md. Return the path of report.html, or else of report.json."""
+    """Write report.json, .html and .md.
+
+    Return the path of report.html, otherwise of report.json.
+    """
     page = write_page(
         folder,
         report,
@@ -95,7 +98,8 @@ def _list_notes(measured: Measured, drafts: Sequence[NamedDraft]) -> list[str]:
     for draft in drafts:
         if measured.forecast and depends_on_load(draft.speculative or {}):
             notes.append(
-                f"{draft.name} proposes less in steps with other requests; here, every step had one request."
+                f"{draft.name} proposes fewer tokens in steps with several requests; here, "
+                "every step had one request."
             )
         beyond = [k for k in measured.num_speculative_tokens if not draft.serves(k)]
         if beyond and draft.forecast:
@@ -111,7 +115,8 @@ def _list_notes(measured: Measured, drafts: Sequence[NamedDraft]) -> list[str]:
     ]
     if few:
         notes.append(
-            f"Few prompts of {join_words(few)}: with fewer than {FEW_PROMPTS}, intervals are rough."
+            f"There are few prompts for {join_words(few)}: with fewer than {FEW_PROMPTS}, "
+            "intervals are rough."
         )
     return notes
 
@@ -123,6 +128,7 @@ def _list_left_out(settings: Mapping[str, Any]) -> list[str]:
     if not penalties:
         return []
     return [
-        f"The target's generation_config.json also sets {join_words(penalties)}: measured without, "
-        "so requests that do not turn it off may see another acceptance."
+        f"The target's generation_config.json also sets {join_words(penalties)}. The "
+        "measurements ignore this, so requests "
+        "that do not turn it off may have a different acceptance."
     ]

@@ -93,7 +93,7 @@ def _accepted(rows: Rows, names: Sequence[str]) -> alt.LayerChart | None:
         for position, rate in enumerate(_read_rates(row), 1):
             points.append({"series": row["draft"], "x": position, **rate})
     return (
-        _lines(points, names, "draft token", "share of steps that accept this far")
+        _lines(points, names, "draft token", "share of steps that accept up to this position")
         if points
         else None
     )
@@ -160,7 +160,7 @@ def _lines(points: Rows, names: Sequence[str], x_title: str, y_title: str) -> al
 def _tau(entry: Mapping[str, Any]) -> dict[str, float]:
     """tau and the limits of its interval.
 
-    The engine's tau has no interval, so both limits are the value itself.
+    The engine's tau has no interval, so both limits equal tau.
     """
     tau = read_tau(entry)
     ends = entry["forecast"]["tau"] if entry["forecast"] else {"low": tau, "high": tau}

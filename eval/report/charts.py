@@ -134,7 +134,7 @@ def bars_with_forecast(
             "series:N",
             scale=alt.Scale(
                 domain=["engine", "forecast"]
-            ),  # both, so that each keeps its colour without the other
+            ),  # list both series, so that each keeps its colour if the other is missing
             legend=legend(values=series),
         ),
         tooltip=tips(("label:N", "bar"), ("series:N", "source"), ("value:Q", title, ".3f")),
@@ -156,7 +156,7 @@ def _positions(report: Mapping[str, Any]) -> alt.LayerChart:
         for position, rate in enumerate(rates, 1):
             rows.append({"label": str(position), "value": rate, "series": source})
     x = alt.X("label:O", title="draft token", axis=alt.Axis(labelAngle=0))
-    return bars_with_forecast(rows, x, "share of drafts accepted this far", highest=1)
+    return bars_with_forecast(rows, x, "share of drafts accepted up to this position", highest=1)
 
 
 def _domains(by_domain: Mapping[str, Mapping[str, Any]]) -> alt.LayerChart:
@@ -180,7 +180,8 @@ def _gain(offline: Mapping[str, Any]) -> alt.LayerChart:
         x=alt.X(
             "value:Q",
             title=title,
-            scale=alt.Scale(domain=[0, highest * 1.2 or 1], nice=False),  # all bars may be 0
+            # Avoids 0, because all bars may be 0.
+            scale=alt.Scale(domain=[0, highest * 1.2 or 1], nice=False),
             axis=alt.Axis(grid=False, labels=False, ticks=False, domain=False),
         ),
         y=alt.Y(

@@ -66,7 +66,8 @@ REQUIRED = {
 }
 """Required keys of a report and its sections. The section `engine` may be missing."""
 
-TEMPLATES = Path(__file__).parent / "templates"  # ours; those elsewhere extend page.html.j2
+# Folder of our templates; templates elsewhere extend page.html.j2.
+TEMPLATES = Path(__file__).parent / "templates"
 
 # Charts of a report, by element id. They need altair.
 Charts = Callable[[Mapping[str, Any]], dict[str, Any]]
@@ -220,8 +221,10 @@ def _render(
 @functools.cache
 def _vega_javascript() -> str:
     """Vega, Vega-Lite and vega-embed in a single 0.9 MB script that sets `window.vegaEmbed`."""
-    import vl_convert  # takes a second to import, and is part of the `report` extra
+    import vl_convert  # imported here, because it takes a second and is part of the `report` extra
 
     javascript: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
-    assert "</script" not in javascript, "the script would end early in a page"
+    assert "</script" not in javascript, (
+        "the script contains a tag that would end it early in a page"
+    )
     return javascript

@@ -22,7 +22,7 @@ from redraft.eval.report.results import DIGITS
 from redraft.files.folder import read_as
 from redraft.heads.catalog import list_lookups
 
-# Probability that a report lists a fall for an equal draft, over all comparisons.
+# Probability that a report lists a loss for an equal draft, over all comparisons.
 FALSE_ALARMS = 0.02
 # Minimum share of the baseline's prompts for pairing them. Below it, the two reports count as
 # independent samples.
@@ -92,7 +92,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The `baseline` section of a report: every change, with the falls first."""
+    """The `baseline` section of a report: every change, with the losses first."""
 
     max_loss: float
     num_fell: int
@@ -166,7 +166,7 @@ def match_drafts(
     new = [name for name in families if name not in pairs]
     old = [name for name in baseline_families if name not in pairs]
     if len(new) == 1 and len(old) > 1:
-        # Either report may omit n-grams, so pair a model with a model and a lookup with a lookup.
+        # Either report may omit n-grams, so pair models with models and lookups with lookups.
         lookups = list_lookups()
         is_lookup = families[new[0]] in lookups
         old = [name for name in old if (baseline_families[name] in lookups) == is_lookup]
@@ -193,9 +193,9 @@ def compare_reports(report: Report, baseline: Report, max_loss: float) -> Compar
             f"the baseline has no measurement of {', '.join(missing)} to compare with: measure at "
             "temperatures and numbers of draft tokens that it contains"
         )
-    # Every comparison could fall by chance, so each gets an equal share of the false alarms
-    # (Bonferroni). The share is doubled, because a two-sided interval misses on either side, but
-    # only the lower end counts as a fall.
+    # Any comparison could show a loss by chance, so each gets an equal share of the false alarms
+    # (Bonferroni). The share is doubled, because a two-sided interval can miss on either side, but
+    # only its lower end decides about a loss.
     confidence = 1 - 2 * FALSE_ALARMS / len(changes) if changes else CONFIDENCE
     judged = []
     for change, loss in changes:

@@ -19,8 +19,9 @@ from redraft.eval.intervals import Estimate, estimate_gain, estimate_ratio
 
 Array = NDArray[np.float64]
 
-MAX_DIFFERENCE = 0.03  # forecast and engine diverge above this share of the engine's tau
-DIGITS = 6  # decimal places in a report: they hide the rounding of sums in a different order
+MAX_DIFFERENCE = 0.03  # share of the engine's tau above which forecast and engine diverge
+# Decimal places in a report, few enough to hide rounding that depends on the order of sums.
+DIGITS = 6
 
 EngineCounts = Mapping[tuple[str, float, int], Sequence[AcceptanceCounts]]
 """The engine's counts per prompt, in the order of the prompts, by (draft, temperature,

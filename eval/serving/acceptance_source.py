@@ -33,8 +33,8 @@ def read_acceptance(path: Path, draft: str, served: Sampling) -> Acceptance:
 
     | report of | rates |
     |---|---|
-    | `redraft eval` | the forecast over all domains, or else the engine's counts |
-    | a training run | the engine's counts at temperature 0, or else the forecast |
+    | `redraft eval` | the forecast over all domains, otherwise the engine's counts |
+    | a training run | the engine's counts at temperature 0, otherwise the forecast |
 
     Raises:
         FileNotFoundError: the report does not exist.

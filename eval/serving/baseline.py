@@ -7,8 +7,8 @@ It is the fastest vLLM that a user would start without a draft.
               eager ────────────────────┘
 
 A step cannot be faster than reading the weights once. The report states which fraction of that
-limit the baseline reaches, because a gain over a server far below the limit may only be a gain over
-a fault.
+limit the baseline reaches, because a gain over a server far below the limit may only be due to a
+misconfiguration.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from redraft.files.folder import read_config, tensor_entries
 from redraft.files.kept import compute_once
 
 MODES: tuple[Mode, ...] = get_args(Mode)
-BANDWIDTH_BYTES = 1 << 30  # read to measure the bandwidth: far more than any cache
+BANDWIDTH_BYTES = 1 << 30  # bytes read to measure the bandwidth, far more than fit into any cache
 BANDWIDTH_READS = 5
 SERVED = re.compile(
     r" dtype=torch\.(\w+),.* tensor_parallel_size=(\d+), pipeline_parallel_size=1, "
@@ -197,6 +197,6 @@ def measure_bandwidth() -> float:
         times_s.append(time.perf_counter() - began_s)
     del buffer
     if device == "cuda":
-        torch.cuda.empty_cache()  # the next server uses the free memory
+        torch.cuda.empty_cache()  # free the memory for the next server
     # Take the fastest, because other processes only lower the measured bandwidth.
     return BANDWIDTH_BYTES / min(times_s)

@@ -33,7 +33,9 @@ def _pays(report: Mapping[str, Any], load: str) -> alt.LayerChart:
     ]
     most = 1.05 * max(max(row["step"], row["tau"]) for row in rows)
     ends = [{"step": 0.95, "tau": 0.95}, {"step": most, "tau": most}]
-    x = alt.X("step:Q", title="step, of a plain step", scale=alt.Scale(domain=[0.95, most]))
+    x = alt.X(
+        "step:Q", title="step time, relative to a plain step", scale=alt.Scale(domain=[0.95, most])
+    )
     y = alt.Y("tau:Q", title="tau, tokens per step", scale=alt.Scale(domain=[0.95, most]))
     line = (
         alt.Chart(alt.Data(values=ends))
@@ -61,7 +63,7 @@ def _tokens(report: Mapping[str, Any], load: str) -> alt.LayerChart:
     ]
     base = panel(rows, TALL).encode(
         x=alt.X("k:O", title="draft tokens", axis=alt.Axis(labelAngle=0)),
-        y=alt.Y("value:Q", title="tokens/s, of those without a draft", scale=alt.Scale(zero=False)),
+        y=alt.Y("value:Q", title="tokens/s, relative to no draft", scale=alt.Scale(zero=False)),
         **_series(rows),
         tooltip=tips(("series:N", "draft"), ("k:O", "draft tokens"), ("value:Q", "speed", ".2f")),
     )

@@ -23,7 +23,7 @@ from redraft.files.artifact import write_whole
 
 VERSION = 2  # Version of the format. Version 1 was written by a different command.
 WORTH = 0.02  # minimum expected gain for which adaptive verification is recommended
-FREE = 0.95  # Rounds differ by several percent: down to this ratio a draft costs nothing.
+FREE = 0.95  # Rounds differ by several percent, so a draft with at least this ratio counts as free.
 
 ByLoad = Mapping[int, Compared]  # By requests in flight.
 
@@ -59,8 +59,8 @@ class DraftReport:
     serve: str
     """Environment variables to set, followed by the arguments to append to `vllm serve TARGET`."""
     adaptive: Mapping[int, AdaptivePrediction]
-    """Speed with vLLM's adaptive verification, by number of concurrent requests. Empty without a
-    forecast.
+    """Speed with vLLM's adaptive verification, by number of concurrent requests. Empty if there is
+    no forecast.
     """
     confirmed: ByLoad | None
     """Results of the last rounds with the recommended settings. None if the draft was not part of
@@ -217,7 +217,7 @@ def write_bench(folder: Path, report: BenchReport) -> Path:
 def describe_ratio(ratio: float, interval: Sequence[float] | None) -> str:
     """Return a speed-up in words; "equal" if its interval contains 1."""
     if not interval:
-        return f"{ratio:.2f}x as fast in too few rounds for an interval"
+        return f"{ratio:.2f}x as fast, in too few rounds for an interval"
     low, high = interval
     if low <= 1 <= high:
         return f"equal in speed [{low:.2f}, {high:.2f}]"

@@ -138,7 +138,7 @@ def _draft_step_s(
     each = [(s - _line(plain_s, batch_size * (k + 1))) / k for k, s in drafted.items()]
     most = 0.9 * min(
         s / k for k, s in drafted.items()
-    )  # noise must not leave verification without time
+    )  # noise must not make the verification time zero or negative
     return min(max(statistics.median(each), 0.0), most)
 
 

@@ -62,7 +62,7 @@ class Candidate:
 
     @property
     def chooses_length(self) -> bool:
-        """Whether a step's draft length depends on what a lookup finds or on what vLLM verifies."""
+        """Whether a step's draft length depends on a lookup's matches or on what vLLM verifies."""
         return self.is_lookup or is_mixed(self.config) or adaptive.KEY in self.config
 
     @property
@@ -86,8 +86,8 @@ class Choice:
     speculative_config: Mapping[str, Any]
     """Speculative config to serve, with the best numbers of tokens."""
     adaptive: Mapping[int, AdaptivePrediction] = field(default_factory=dict)
-    """Predictions with adaptive verification, by number of concurrent requests. Empty without a
-    forecast.
+    """Predictions with adaptive verification, by number of concurrent requests. Empty if there is
+    no forecast.
     """
 
     @property

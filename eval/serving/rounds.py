@@ -3,7 +3,7 @@
     round ─► requests in flight ─► every server in turn, on the same prompts     each round starts with the next server
 
 On a shared machine, other tenants' memory traffic affects a step more than a draft does, so speeds
-are ratios within a round. No measurement finds another's text in a prefix cache (`measure`), so
+are ratios within a round. No measurement reuses another's text from a prefix cache (`measure`), so
 every server starts a round's prompts with a cold cache.
 """
 
@@ -33,7 +33,7 @@ from redraft.files.progress import Progress
 
 PLAIN = "none"  # name of the server without a draft
 MEMORY_SHARE = "--gpu-memory-utilization"
-USED_MEMORY = 0.9  # of a GPU by all servers together; the rest is for CUDA contexts
+USED_MEMORY = 0.9  # share of a GPU's memory for all servers together; the rest is for CUDA contexts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,8 @@ def share_memory(engine_args: Sequence[str], num_servers: int) -> tuple[str, ...
     return (f"{MEMORY_SHARE}={math.floor(1000 * USED_MEMORY / num_servers) / 1000}", *engine_args)
 
 
-Results = Mapping[tuple[str, int], Sequence[Measurement]]  # by server and requests in flight
+# Results by server and number of requests in flight.
+Results = Mapping[tuple[str, int], Sequence[Measurement]]
 
 
 def keep_rounds(folder: Path, key: object, run: Callable[[], Results]) -> Results:
@@ -284,7 +285,7 @@ class Compared:
 
     ratio: float
     interval: tuple[float, float] | None
-    """95% interval over rounds. None with fewer than 6 rounds."""
+    """95% interval over rounds. None if there are fewer than 6 rounds."""
     ratios: list[float]
     ideal: float
     """Speed-up if every draft token were accepted and steps took the same time."""

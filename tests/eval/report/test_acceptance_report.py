@@ -290,7 +290,7 @@ def test_two_drafts_within_chance_cannot_be_told_apart() -> None:
     ]
     told = make_report(make_measured(make_prompts(4), forecast={**measured.forecast, 0.0: rows}))
     assert any(sentence.startswith("The difference from ") for sentence in told["answer"])
-    assert any("Few prompts of code (2) and prose (2)" in note for note in told["notes"])
+    assert any("There are few prompts for code (2) and prose (2)" in note for note in told["notes"])
 
 
 def compare_reports(report: object, baseline: object, max_loss: float) -> Comparison:
