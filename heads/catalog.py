@@ -226,7 +226,7 @@ FAMILIES: tuple[Family, ...] = (
         draft="redraft.heads.families.standalone:StandaloneDraft",
         method="draft_model",
         decoders=("v1", "v2"),
-        # Every decoder has such a tensor, so the rows of all heads precede this one.
+        # Every decoder has such a tensor, so the rows of all heads must precede this one.
         tensors=r".*\.layers\.0\..*",
         attention="model",
         can_sample=True,
@@ -242,7 +242,7 @@ FAMILIES: tuple[Family, ...] = (
         ),
     ),
     Family(name="ngram", title="n-gram lookup", method="ngram", decoders=("v1", "v2")),
-    # vLLM runs n-gram lookups, and our plugin replaces these lookups with live counts.
+    # vLLM runs n-gram lookups, which our plugin replaces with live counts.
     Family(
         name="retrieval",
         title="counted answers",
@@ -276,7 +276,10 @@ def find_family(name: str) -> Family:
 
 
 def find_method(method: str | None, *, parallel_drafting: bool = False) -> Family | None:
-    """Return the row for a vLLM method, preferably with this `parallel_drafting` flag, or None."""
+    """Return the row for a vLLM method, preferably with this `parallel_drafting` flag.
+
+    None if there is none.
+    """
     rows = [family for family in FAMILIES if family.method == method]
     # Only the flag distinguishes P-EAGLE from EAGLE-3. vLLM itself sets it for DFlash and DSpark,
     # whose rows do not use it.
@@ -349,7 +352,7 @@ def detect_family_by_tensors(names: Collection[str], folder: Path) -> Family:
                 "unquantized weights"
             )
         return family
-    # The state dict was saved from a wrapper: all names that would match have a prefix.
+    # The state dict may have been saved from a wrapper, which adds a prefix to all names.
     for name in sorted(names):
         parts = name.split(".")
         for depth in range(1, len(parts)):
@@ -381,7 +384,9 @@ def require_head(folder: Path, name: str, target: TargetFolder) -> None:
             (`require_trained_for`).
     """
     if (found := detect_family(folder).name) != name:
-        raise ValueError(f"{folder} contains a {found} head, not {name}: use the recipe of {found}")
+        raise ValueError(
+            f"{folder} contains a {found} head, not a {name} head: use `redraft train {found}`"
+        )
     require_trained_for(folder, target)
 
 

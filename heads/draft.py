@@ -37,7 +37,7 @@ class Batch:
     """Packed conversations. Attention never crosses from one document to another."""
 
     input_ids_BT: Tensor
-    """int64; 0 on padding."""
+    """int64; padding has id 0."""
     loss_mask_BT: Tensor
     """bool; True if token t is a label, i.e. assistant text. Row t - 1 learns from it."""
     document_BT: Tensor
@@ -95,7 +95,7 @@ class Batch:
         *,
         device: torch.device | str = "cpu",
     ) -> Batch:
-        """Make one row per document, padded on the right to the longest document.
+        """Create one row per document, padded on the right to the longest document.
 
         The tokens after the prompt are labels. `num_prompt_tokens` is one number per row, or one
         number for all rows.
@@ -385,7 +385,7 @@ def label_rows(batch: Batch, shift: int) -> Tensor:
 
 
 def attention_mask(batch: Batch) -> Tensor:
-    """Make the causal mask within each document, bool [B, 1, T, T].
+    """Create the causal mask within each document, bool [B, 1, T, T].
 
     True means that a query attends to a key. Padding attends only to padding.
     """

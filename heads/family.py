@@ -82,7 +82,7 @@ class Training:
     layouts: tuple[str, ...] = ("vllm",)
     """Export formats. The first one is the default."""
     draft_vocab_size: int | None = None
-    """Default size of the draft's vocabulary. None for a family that uses the target's vocabulary.
+    """Default size of the draft's vocabulary. None if the family uses the target's vocabulary.
     """
     options: Mapping[str, Any] = field(default_factory=dict)
     """Family options that differ from the defaults of its class."""
@@ -117,8 +117,8 @@ class Family:
     title: str
     """Name in reports."""
     draft: str = ""
-    """The class that implements `Draft`, as "module:Class". Empty for a lookup in the text, which
-    has no weights.
+    """The class that implements `Draft`, as "module:Class". Empty if the family is a lookup in the
+    text, which has no weights.
     """
     method: str
     """vLLM's method name in --speculative-config."""
@@ -191,11 +191,11 @@ class Family:
     class.
     """
     training: Training | None = None
-    """How the family is trained. None for a lookup."""
+    """How the family is trained. None if it is a lookup."""
 
     @property
     def is_lookup(self) -> bool:
-        """Whether it looks tokens up in the text, without training and without a model's pass."""
+        """Whether the family looks tokens up in the text, without training or running a model."""
         return not self.draft
 
     @property
@@ -206,7 +206,7 @@ class Family:
 
     @property
     def takes_lookup(self) -> bool:
-        """Whether a server can look tokens up first, and use this draft when that finds nothing.
+        """Whether a server can try a lookup first, and use this draft if the lookup finds nothing.
 
         See `engine.lookup_first`.
         """
@@ -219,7 +219,7 @@ class Family:
 
     @property
     def is_head(self) -> bool:
-        """Whether the draft reads hidden states and borrows embeddings.
+        """Whether the draft reads hidden states and shares the target's embeddings.
 
         Loading such a draft requires the target.
         """
@@ -275,7 +275,7 @@ class Family:
         Raises:
             ValueError: the target contains no such draft, or one in a different layout.
         """
-        from redraft.heads.target import Target  # here, because it imports torch
+        from redraft.heads.target import Target  # imported here, because it imports torch
 
         borrowed = Target.from_folder(target)
         self.load(target, lambda: borrowed).export(folder, borrowed.config.dtype)
@@ -317,7 +317,10 @@ class Family:
         return tuple(_import(self.checks)) if self.checks else ()
 
     def max_tokens(self, config: Mapping[str, Any]) -> int | None:
-        """Return the maximum number of draft tokens under this config.json. None for any number."""
+        """Return the maximum number of draft tokens under this config.json.
+
+        None means any number.
+        """
         return None if self.fixed_tokens is None else self.fixed_tokens.read(config)
 
 

@@ -60,7 +60,7 @@ class Windows:
                 f"a window of {self.window} is not larger than the {num_ahead} positions of a "
                 f"draft: set {{window}} to {num_ahead + 1} or more"
             )
-        _ = self.views  # raises for layers that do not exist
+        _ = self.views  # raises an error for layers that do not exist
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,8 @@ class LayerMix(Windows, LayerSizes):
 @dataclass(frozen=True, kw_only=True)
 class Eagle3(Unrolled, LayerMix):
     num_layers: int = 1
-    """Number of layers in the draft. The first one reads the token's embedding next to the feature.
+    """Number of layers in the draft. The first one reads the token's embedding in addition to the
+    feature.
     """
     norm_before_residual: bool = False
     """Add the layer's output to the normed feature instead of the feature itself."""
@@ -213,8 +214,8 @@ class DSpark(DFlash):
 @dataclass(frozen=True, kw_only=True)
 class PEagle(LayerMix):
     num_layers: int = 4
-    """Number of layers in the draft. The first one reads the token's embedding next to the feature.
-    A draft that predicts several tokens at once needs more layers than EAGLE-3's one.
+    """Number of layers in the draft. The first one reads the token's embedding in addition to the
+    feature. A draft that predicts several tokens at once needs more layers than EAGLE-3's one.
     """
     num_steps: int = 8
     """Number of draft tokens to learn, all in one pass. An engine may serve fewer, but never more.
@@ -301,7 +302,7 @@ class Standalone:
     num_layers: int | None = None
     """Start from a new Llama with this many layers, random weights and the target's vocabulary."""
     hidden_size: int = 512
-    """Hidden size of the new Llama that --draft.num-layers makes."""
+    """Hidden size of the new Llama created with --draft.num-layers."""
 
     def __post_init__(self) -> None:
         if self.layers and self.num_layers:

@@ -18,7 +18,7 @@ from redraft.heads.options import Standalone
 
 class Data(msgspec.Struct, frozen=True, kw_only=True):
     source: str = ""
-    """Empty: not known."""
+    """Empty if unknown."""
     split: str = "train_sft"
     held_out: float = 0.01
     max_prompt_tokens: int = 1024

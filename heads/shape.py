@@ -56,7 +56,7 @@ class LlamaShape:
             ValueError: the config lacks a size that a head shares with the target.
         """
 
-        differing: list[str] = []  # sizes that differ between layers according to transformers
+        differing: list[str] = []  # sizes that may differ between layers, according to transformers
 
         def read(name: str) -> Any:
             try:
@@ -107,7 +107,7 @@ class LlamaShape:
     def of_head(sizes: LayerSizes, target_config: Any) -> LlamaShape:
         """Return the shape of an untrained head's layers.
 
-        The sizes come from the options, or else from `from_config`.
+        The sizes come from the options, or otherwise from `from_config`.
 
         Raises:
             ValueError: the query heads do not divide the hidden size or share the key heads evenly,
@@ -155,7 +155,7 @@ class LlamaShape:
 
     def hf_config(self) -> dict[str, Any]:
         # Write rope_theta as well as rope_parameters, because readers older than transformers 5
-        # know only rope_theta, and default to 10000.
+        # read only rope_theta, with a default of 10000.
         return {
             "model_type": "qwen3" if self.qk_norm else "llama",
             "num_hidden_layers": 1,

@@ -1,4 +1,4 @@
-"""The part of a target that a head borrows. V = vocabulary, D = hidden."""
+"""The part of a target that a head shares. V = vocabulary, D = hidden."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Target:
 
     @staticmethod
     def from_model(model: Any) -> Target:
-        """Borrow from a causal LM of `transformers`."""
+        """Take the tensors from a causal LM of `transformers`."""
         return Target(
             config=model.config.get_text_config(),
             embed_VD=model.get_input_embeddings().weight.detach(),
@@ -73,7 +73,7 @@ class Target:
 
     @staticmethod
     def from_folder(folder: Path) -> Target:
-        """Borrow from a model folder, reading only these two tensors.
+        """Take the tensors from a model folder, reading only these two.
 
         Raises:
             ValueError: the folder has no embeddings.
@@ -96,7 +96,7 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedTarget:
-    """A target, loaded once and passed on: its files, its model, and what heads borrow from it."""
+    """A target, loaded once and passed on: its files, its model, and the tensors shared with heads."""
 
     files: TargetFolder
     model: Any

@@ -54,7 +54,7 @@ def first_cure(target: str | Path, draft: str | Path, num_speculative_tokens: in
     try:
         pair = Pair.read(TargetFolder.open(target), model_folder(draft))
         found = static_findings(pair, method=None, num_speculative_tokens=num_speculative_tokens)
-    except (ValueError, OSError) as error:  # the folder cannot be read at all
+    except (ValueError, OSError) as error:  # the folder cannot be read
         return f"; {error}"
     problems = [finding for finding in found if not finding.is_doubt]
     return "".join(f"; {finding.problem}, cure: {finding.cure}" for finding in problems[:1])
@@ -62,23 +62,23 @@ def first_cure(target: str | Path, draft: str | Path, num_speculative_tokens: in
 
 def notes(pair: Pair) -> Iterator[str]:
     if not (pair.draft / MANIFEST).is_file():
-        yield f"{pair.draft} has no {MANIFEST}: it is not known whether its files are intact"
+        yield f"{pair.draft} has no {MANIFEST}, so its files cannot be checked for damage"
     if not (pair.draft / PROVENANCE).is_file():
         yield (
-            f"{pair.draft} has no {PROVENANCE}: the target and the acceptance of its training "
-            "are not known"
+            f"{pair.draft} has no {PROVENANCE}, so the target and the acceptance of its "
+            "training are unknown"
         )
     if not pair.trained_with and pair.family.layers_key:
         yield (
-            "its config does not record how it was trained: aux layers and norms are assumed to be as "
-            "the config says"
+            "its config does not record how it was trained: aux layers and norms are "
+            "assumed to be as config.json states"
         )
     trained_length = pair.provenance.config.loop.sequence_length
     served_length = visible_length(pair.target_config, is_head=pair.family.is_head)
     if trained_length is not None and trained_length < served_length:
         yield (
-            f"trained on {trained_length} positions, the target serves {served_length}: measure "
-            "acceptance far out"
+            f"trained on {trained_length} positions, but the target serves {served_length}: measure "
+            "acceptance in long texts"
         )
 
 
@@ -105,7 +105,7 @@ def target_fingerprint(pair: Pair) -> Iterator[Finding]:
     other, cure = "another target", "give that target, or train a draft for this one"
     is_doubt = pair.provenance.names_lineage(pair.target.lineage)
     if is_doubt:
-        other = "another version of this target"
+        other = "a different version of this target"
         cure = "measure the acceptance with `redraft eval`, or run `redraft adapt`"
     name = pair.provenance.target or "another model"
     found = f"the draft was trained for {other}: {name}, fingerprint {trained_for[:12]}"
@@ -147,12 +147,12 @@ def _describe_extra(pair: Pair, names: list[str], engine: str) -> Finding:
     """Describe the purpose of an unknown tensor, and how the engine treats it."""
     name = names[0]
     known = (meaning for pattern, meaning in EXTRA.items() if re.search(pattern, name))
-    meaning = next(known, f"no tensor of this family ({pair.family.title})")
+    meaning = next(known, f"not a tensor of this family ({pair.family.title})")
     others = f" and {len(names) - 1} more" if len(names) > 1 else ""
     # vLLM's AutoWeightsLoader ignores biases, and its Medusa loader ignores every unknown name. The
     # other loaders fail.
     is_ignored = engine != "vllm" or name.endswith(".bias") or pair.family.name == "medusa"
-    treatment = "the engine ignores it" if is_ignored else "vLLM does not start with it"
+    treatment = "the engine ignores it" if is_ignored else "vLLM fails to start with it"
     return Finding(
         f"the checkpoint contains {name}{others}, {meaning}: {treatment}",
         "remove it from the checkpoint if the head was trained without it; if not, no engine "
@@ -160,7 +160,8 @@ def _describe_extra(pair: Pair, names: list[str], engine: str) -> Finding:
     )
 
 
-QUANTIZED = {"F8_E4M3", "F8_E5M2", "U8", "I8"}  # packed: the values mean nothing without scales
+# Dtypes of packed weights, whose values are meaningless without scales.
+QUANTIZED = {"F8_E4M3", "F8_E5M2", "U8", "I8"}
 
 
 def numbers(pair: Pair) -> Iterator[Finding]:
@@ -176,8 +177,8 @@ def numbers(pair: Pair) -> Iterator[Finding]:
         wrong = int((~torch.isfinite(tensor)).sum())
         if wrong:
             yield Finding(
-                f"{name} holds {wrong} values that are not finite (NaN or infinity): the draft "
-                "proposes nothing useful",
+                f"{name} contains {wrong} values that are not finite (NaN or infinity), "
+                "so the draft proposes nothing useful",
                 "export the draft again in bfloat16: the largest float16 number is 65,504"
                 if pair.dtypes[name] == "F16"
                 else "export an earlier checkpoint: training diverged, or the file was damaged",
@@ -209,10 +210,10 @@ def copy_of_target(pair: Pair) -> Iterator[Finding]:
     )
     if all(equal):
         yield Finding(
-            "the draft is the target itself, tensor by tensor: every token is accepted, and "
-            "nothing becomes faster",
-            "give a smaller draft (--draft): `redraft train standalone` makes one from some layers "
-            "of the target",
+            "the draft's tensors are all equal to the target's: every token is accepted, "
+            "and nothing becomes faster",
+            "give a smaller draft (--draft): `redraft train standalone` can make one from "
+            "some layers of the target",
         )
 
 
@@ -237,7 +238,7 @@ def method_flag(pair: Pair, method: str | None) -> Iterator[Finding]:
     family, right = pair.family.name, pair.family.method
     if method not in (None, right):
         yield Finding(
-            f'method "{method}" does not run drafts of family {family}',
+            f'method "{method}" does not run {family} drafts',
             f'serve it with "method": "{right}"',
         )
     algorithm = pair.config.get("speculators_model_type")
@@ -251,10 +252,10 @@ def method_flag(pair: Pair, method: str | None) -> Iterator[Finding]:
     if named not in (None, family):
         yield Finding(
             f"config.json names the family {named}, but the tensors are those of {family}",
-            "export the head again: weights and config are of different heads",
+            "export the head again: weights and config belong to different heads",
         )
-    # The whole path counts, including parent folders. vLLM does not infer the method if one of
-    # these four is set.
+    # vLLM searches the whole path, including parent folders. vLLM does not infer the method if one
+    # of these four is set.
     path = str(pair.draft).lower()
     steered = next((method for part, method in STEERING.items() if part in path), right)
     if steered != right and right not in STEERING.values():
@@ -271,6 +272,6 @@ def number_of_tokens(pair: Pair, num_speculative_tokens: int) -> Iterator[Findin
     if most is not None and num_speculative_tokens > most:
         yield Finding(
             f"{num_speculative_tokens} tokens are requested, but the draft proposes only {most}; vLLM "
-            "makes up the others",
+            "fills in the others with arbitrary tokens",
             f'serve with at most "num_speculative_tokens": {most}',
         )

@@ -79,7 +79,7 @@ def _answers(folder: Path) -> Iterator[Finding]:
 
 
 def _needs(config: Mapping[str, Any], family: Family, folder: Path) -> Iterator[str]:
-    """Yield what the draft requires of its target: name, sizes, vocabulary and layers."""
+    """Yield the draft's requirements for its target: name, sizes, vocabulary and layers."""
     verifier = (config.get("speculators_config") or {}).get("verifier") or {}
     if name := verifier.get("name_or_path") or read_provenance(folder).target:
         yield str(name)
@@ -92,7 +92,7 @@ def _needs(config: Mapping[str, Any], family: Family, folder: Path) -> Iterator[
         try:
             yield f"its layers {family.read_layers(config)} read"
         except (KeyError, TypeError):
-            yield "its layers read are not named"
+            yield "the layers that it reads are not listed"
 
 
 def _served(config: Mapping[str, Any], family: Family, *, has_windows: bool) -> str:

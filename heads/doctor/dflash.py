@@ -13,8 +13,8 @@ from redraft.heads.doctor.pair import Check, Finding, Pair
 from redraft.heads.doctor.windows import windows
 
 LAYERS, LAYERS_OF_SPECULATORS = "target_layer_ids", "aux_hidden_state_layer_ids"
-"""Keys of the target layers in the two layouts, and the number to add: one layout counts layers
-from 0, the other gives the number of layers below.
+"""Keys of the target layers in the two layouts, and the number to add to each layer: one layout
+counts layers from 0, and the other gives the number of layers below.
 """
 
 SECTION_KEYS = (
@@ -27,8 +27,8 @@ SECTION_KEYS = (
 )
 
 COUNTED = {
-    LAYERS: "layer k counts from 0, the first one is 0",
-    LAYERS_OF_SPECULATORS: "k stands for the state after k layers, starting at 1",
+    LAYERS: "layers are counted from 0",
+    LAYERS_OF_SPECULATORS: "k is the state after k layers, starting at 1",
 }
 
 
@@ -39,16 +39,15 @@ def target_layers(pair: Pair) -> Iterator[Finding]:
     ids = section.get(key)
     if not ids:
         yield Finding(
-            f"{place} names no {key}, so it is undefined which states of the target the engine "
-            "feed",
+            f"{place} has no {key}, so it is undefined which states of the target the engine feeds",
             f'write "{key}" into {place}: {COUNTED[key]}',
         )
         return
     read = pair.shapes["fc.weight"][1] // pair.target_config.hidden_size
     if len(ids) != read and pair.is_as_wide:
         yield Finding(
-            f"{len(ids)} target layers {list(ids)} are fed, the weights of fc read {read}",
-            f"name in {key} the {read} layers that the head was trained on",
+            f"{len(ids)} target layers {list(ids)} are listed, but the weights of fc read {read}",
+            f"list in {key} the {read} layers that the head was trained on",
         )
         return
     first = 1 if pair.is_speculators else 0
@@ -57,8 +56,8 @@ def target_layers(pair: Pair) -> Iterator[Finding]:
         yield Finding(
             f"target layers {list(ids)} are not distinct ascending layers of the target, which has "
             f"{first} to {last}",
-            "name the layers that the head was trained on; the first layer of the target is "
-            f"{first}",
+            "list the layers that the head was trained on; the first layer of the target "
+            f"is {first}",
         )
 
 
@@ -69,7 +68,7 @@ def mask_token(pair: Pair) -> Iterator[Finding]:
     if mask is None:
         yield Finding(
             f"{place} has no mask_token_id, which fills the slots of the draft tokens",
-            f'write the "mask_token_id" of training into {place}',
+            f'write the "mask_token_id" used in training into {place}',
         )
     else:
         yield from shared.mask_token_fits(pair, "mask_token_id", mask)
@@ -98,8 +97,8 @@ def causality(pair: Pair) -> Iterator[Finding]:
     has_windows = SLIDING in (pair.config.get("layer_types") or ())
     if not (pair.is_speculators or is_said or has_windows):
         yield Finding(
-            f"{place} does not state whether attention within a block is causal, and readers differ "
-            "in the default",
+            f"{place} does not state whether attention within a block is causal, and "
+            "engines have different defaults",
             f'write "causal": false into {place}, unless the head was trained with causal attention',
         )
 
@@ -110,7 +109,7 @@ def block_size(pair: Pair) -> Iterator[Finding]:
     if served is None or (trained is not None and served != trained):
         said = "missing" if served is None else served
         yield Finding(
-            f"block_size is {said}, but the head was trained with {trained or 'an unknown one'}",
+            f"block_size is {said}, but the head was trained with {trained or 'an unknown value'}",
             f'write "block_size": {trained or "the slots of a block in training"} into config.json',
         )
 
@@ -126,7 +125,7 @@ def head_norms(pair: Pair) -> Iterator[Finding]:
         ]
         if missing:
             yield Finding(
-                f"layer {i} lacks {' and '.join(missing)}, and the engine would take ones",
+                f"layer {i} lacks {' and '.join(missing)}, and the engine would use ones",
                 "export the head again",
             )
             return
@@ -140,7 +139,7 @@ def rotation(pair: Pair) -> Iterator[Finding]:
         if key in trained and served.get(key) != trained[key]:
             yield Finding(
                 f"{key} is {served.get(key)}, but the head was trained with {trained[key]}",
-                f'write the "{key}" of training into {place}',
+                f'write the "{key}" used in training into {place}',
             )
 
 

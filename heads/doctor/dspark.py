@@ -23,7 +23,8 @@ def layout(pair: Pair) -> Iterator[Finding]:
     if pair.is_speculators:
         value = "true or false, as in training," if trained is None else str(trained).lower()
         yield Finding(
-            "config.json has no sample_from_anchor: speculators assumes true, vLLM false",
+            "config.json has no sample_from_anchor: speculators assumes true, but vLLM assumes "
+            "false",
             f'write "sample_from_anchor": {value} into config.json',
         )
     elif trained is False:
@@ -52,24 +53,26 @@ def markov_head(pair: Pair) -> Iterator[Finding]:
         # The rank is the smaller dimension of either matrix.
         ranks = sorted({min(shape) for shape in found.values() if shape})
         yield Finding(
-            "config.json has no markov_rank, so vLLM does not start",
+            "config.json has no markov_rank, so vLLM fails to start",
             f'write "markov_rank": {ranks[0]} into it',
         )
         return
     for name, shape in found.items():
         wanted = (rows[name], rank)
-        if shape is None or shape == wanted:  # a missing tensor is found by loading
+        if shape is None or shape == wanted:  # loading the head reports missing tensors
             continue
         if shape == wanted[::-1]:
             yield Finding(
-                f"markov_head.{name}.weight is {shape}, the engine wants {wanted}: it is transposed",
+                f"markov_head.{name}.weight has the shape {shape}, but the engine requires "
+                f"{wanted}: it is transposed",
                 "transpose it in the checkpoint, or export the head again",
             )
         else:
             yield Finding(
-                f"markov_head.{name}.weight is {shape}, the engine wants {wanted}",
-                f'write the rank of training as "markov_rank" ({min(shape)} by this tensor), or '
-                "export the head again",
+                f"markov_head.{name}.weight has the shape {shape}, but the engine requires "
+                f"{wanted}",
+                f'write the rank used in training as "markov_rank" ({min(shape)} '
+                "according to this tensor), or export the head again",
             )
 
 
@@ -106,13 +109,13 @@ def _confidence_width(pair: Pair) -> Iterator[Finding]:
     if width in (hidden, hidden + rank):
         right = str(not with_markov).lower()
         yield Finding(
-            f"confidence_head_with_markov is {str(with_markov).lower()}, the confidence head reads "
-            f"{width} numbers",
+            f"confidence_head_with_markov is {str(with_markov).lower()}, but the "
+            f"confidence head reads {width} numbers",
             f'write "confidence_head_with_markov": {right} into config.json',
         )
     else:
         yield Finding(
-            f"the confidence head reads {width} numbers, there are {hidden} and {rank} of the "
+            f"the confidence head reads {width} numbers, but there are {hidden} and {rank} from the "
             "Markov head",
             "export the head again",
         )

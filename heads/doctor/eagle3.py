@@ -16,7 +16,7 @@ from redraft.heads.doctor.windows import windows
 from redraft.heads.families.eagle3 import ARCHITECTURE
 
 NUM_AUX = "num_aux_hidden_states"
-DEFAULT_NUM_AUX = 3  # vLLM's, without `num_aux_hidden_states` and a nested list
+DEFAULT_NUM_AUX = 3  # vLLM's default without `num_aux_hidden_states` and a nested list
 
 
 # Maximum number of ids in which no two neighbours have the same d2t offset.
@@ -29,16 +29,16 @@ def nested_ids(pair: Pair) -> Iterator[Finding]:
     if nested and not pair.config.get(AUX_LAYERS):
         above = [layer + 1 for layer in nested]
         yield Finding(
-            f"the aux layer ids {nested} are nested in another section of config.json: vLLM's V1 "
-            f"runner uses them unchanged, V2 ignores them, and SGLang and TensorRT-LLM mean {above}",
-            "which engine was the head made for? Write at the top level of config.json "
-            f'"{AUX_LAYERS}": {above} if for SGLang or TensorRT-LLM (SpecForge, ModelOpt), {nested} '
-            "if for vLLM",
+            f"the aux layer ids {nested} are nested in another section of config.json: vLLM's "
+            "V1 runner uses them unchanged, V2 ignores them, and SGLang and TensorRT-LLM interpret "
+            f"them as {above}",
+            f'write "{AUX_LAYERS}" at the top level of config.json: {above} if the head was made for '
+            f"SGLang or TensorRT-LLM (SpecForge, ModelOpt), {nested} if it was made for vLLM",
         )
 
 
 def aux_layers(pair: Pair) -> Iterator[Finding]:
-    """Check that the engine gives the head the layers used in training."""
+    """Check that the engine gives the head the layers that it was trained on."""
     top, nested = pair.config.get(AUX_LAYERS), _nested_ids(pair)
     num_layers = pair.target_config.num_hidden_layers
     if not top and nested:
@@ -49,12 +49,12 @@ def aux_layers(pair: Pair) -> Iterator[Finding]:
     trained = pair.trained_with.get(AUX_LAYERS)
     if served != sorted(set(served)) or served[0] < 0 or served[-1] > num_layers:
         yield Finding(
-            f"aux layers {served} are not distinct ascending layers of the target, which has 0 to "
-            f"{num_layers}",
+            f"aux layers {served} are not distinct ascending layers of the target, which "
+            f"has layers 0 to {num_layers}",
             _write_ids(trained) if trained else "list the layers that the head was trained on",
         )
     elif trained and served != trained:
-        given = "the engine uses" if top else "config.json names none, and the engine uses"
+        given = "the engine uses" if top else "config.json lists none, and the engine uses"
         yield Finding(
             f"{given} aux layers {served}, but the head was trained on "
             f"{trained}{_off_by(served, trained)}",
@@ -69,8 +69,9 @@ def _number_of_aux_layers(pair: Pair, served: Sequence[int]) -> Iterator[Finding
         return
     if len(served) != read:
         yield Finding(
-            f"{len(served)} aux layers {list(served)} are fed, the weights of fc read {read}",
-            f"name in {AUX_LAYERS} the {read} layers that the head was trained on",
+            f"{len(served)} aux layers {list(served)} are listed, but the weights of fc read "
+            f"{read}",
+            f"list in {AUX_LAYERS} the {read} layers that the head was trained on",
         )
         return
     in_eagle_config = (pair.config.get("eagle_config") or {}).get(AUX_LAYERS)
@@ -79,7 +80,7 @@ def _number_of_aux_layers(pair: Pair, served: Sequence[int]) -> Iterator[Finding
     if counted != read:
         where = "transformer_layer_config" if pair.is_speculators else "config.json"
         yield Finding(
-            f"vLLM makes room for {counted} aux layers, the weights of fc read {read}",
+            f"vLLM reserves space for {counted} aux layers, but the weights of fc read {read}",
             f'write "{NUM_AUX}": {read} into {where}',
         )
 
@@ -114,7 +115,7 @@ def options(pair: Pair) -> Iterator[Finding]:
         default = (
             pair.config.get("speculators_model_type") == "eagle3" and key == "norm_before_residual"
         )
-        # An option that is unset and right only by default is still a finding if readers have
+        # An option that is unset and correct only by default is still reported if engines have
         # different defaults.
         unset_is_right = trained == default and key != "norm_before_residual"
         if (
@@ -141,7 +142,7 @@ def vocabulary_map(pair: Pair) -> Iterator[Finding]:
     named = pair.config.get("draft_vocab_size") or vocab_size
     if named != rows:
         yield Finding(
-            f"draft_vocab_size is {named}, the head has {rows} rows",
+            f"draft_vocab_size is {named}, but the head has {rows} rows",
             f'write "draft_vocab_size": {rows}',
         )
     if rows > vocab_size:
@@ -153,10 +154,9 @@ def vocabulary_map(pair: Pair) -> Iterator[Finding]:
         yield from _check_map(pair, rows, vocab_size)
     elif rows < vocab_size:
         yield Finding(
-            f"d2t is missing: {rows} draft ids are used as the target's first {rows} ids, so that "
-            "nearly none is right",
-            "put d2t (int64, the target's id minus the draft's) and t2d into the checkpoint: "
-            "export the head again",
+            f"d2t is missing: the {rows} draft ids are used as the target's first {rows} "
+            "ids, so nearly all of them are wrong",
+            "export the head again, with d2t (int64, the target's id minus the draft's) and t2d",
         )
 
 
@@ -171,7 +171,7 @@ def _check_map(pair: Pair, rows: int, vocab_size: int) -> Iterator[Finding]:
         )
     elif offset_W.shape != (rows,):
         yield Finding(
-            f"d2t has {offset_W.numel()} entries, the draft's head {rows} rows",
+            f"d2t has {offset_W.numel()} entries, but the draft's head has {rows} rows",
             "export the head again from training",
         )
     else:
@@ -204,13 +204,13 @@ def compare_maps(offset_W: Tensor, kept_W: Tensor | None, vocab_size: int) -> It
         )
     elif not is_ids:
         yield Finding(
-            f"d2t leads to ids that do not ascend within the target's 0 to {vocab_size - 1}",
+            f"d2t gives ids that do not ascend within the target's 0 to {vocab_size - 1}",
             "export the head again",
         )
     elif kept_W is not None and not torch.equal(ids_W, kept_W):
         yield Finding(
-            f"d2t and t2d contradict each other: {len(ids_W)} ids and {len(kept_W)} marks, not the "
-            "same ones",
+            f"d2t and t2d contradict each other: d2t gives {len(ids_W)} ids, and t2d marks "
+            f"{len(kept_W)} different ones",
             "export both from the ids that the head was trained with",
         )
 

@@ -31,12 +31,12 @@ def layout(pair: Pair) -> Iterator[Finding]:
         if trained.get(key, value) != value:
             gives, wants = (sentence.format(VALUES[key][v]) for v in (value, trained[key]))
             yield Finding(
-                f"the engine gives the MTP layer {gives}, it was trained with {wants}",
-                "train it in the layout of its target: redraft's mtp family does",
+                f"the engine gives the MTP layer {gives}, but it was trained with {wants}",
+                "train it in its target's layout, as redraft's mtp family does",
             )
     if not pair.config.get(served.count_key):
         yield Finding(
-            f"config.json does not say how many MTP layers there are ({served.count_key})",
+            f"config.json does not state the number of MTP layers ({served.count_key})",
             f'write "{served.count_key}": 1 into config.json',
         )
 

@@ -1,4 +1,4 @@
-"""Defines the pair of draft and target folders, and a check's finding.
+"""Define the pair of draft and target folders, and the finding of a check.
 
 Both folders are read once for all checks.
 
@@ -29,7 +29,7 @@ from redraft.heads.provenance import Provenance, read_provenance
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem and its cure, one line each."""
+    """A problem and its fix, one line each."""
 
     problem: str
     cure: str

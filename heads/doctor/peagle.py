@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from redraft.heads.doctor import eagle3, shared
 from redraft.heads.doctor.pair import Check, Finding, Pair
 
-KEYS = ("mask_token_id", "pard_token")  # as `speculators` writes it, and as vLLM reads it
+# The key that `speculators` writes, and the key that vLLM reads.
+KEYS = ("mask_token_id", "pard_token")
 
 
 def mask_token(pair: Pair) -> Iterator[Finding]:
@@ -19,7 +20,7 @@ def mask_token(pair: Pair) -> Iterator[Finding]:
     if key is None:
         said = "of training" if trained is None else str(trained)
         yield Finding(
-            "config.json names no mask token, so vLLM does not start",
+            "config.json has no mask token, so vLLM fails to start",
             f'write "pard_token": {said} into it',
         )
         return
@@ -37,7 +38,7 @@ def mask_feature(pair: Pair) -> Iterator[Finding]:
     width, found = pair.shapes["fc.weight"][1], pair.shapes.get("mask_hidden")
     if found is not None and found[-1] != width:
         yield Finding(
-            f"mask_hidden has {found[-1]} numbers, fc reads {width}", "export the head again"
+            f"mask_hidden has {found[-1]} numbers, but fc reads {width}", "export the head again"
         )
 
 
@@ -46,8 +47,8 @@ def stream_norms(pair: Pair) -> Iterator[Finding]:
     is_normed = any(name.startswith("fc_norm.") for name in pair.shapes)
     if pair.is_speculators and is_normed and not pair.layer_config.get("fc_norm"):
         yield Finding(
-            "transformer_layer_config lacks fc_norm, the only one that vLLM reads for P-EAGLE: it "
-            "has no place for the norms in the checkpoint, and does not start",
+            "transformer_layer_config lacks fc_norm, and vLLM reads no other one for "
+            "P-EAGLE: without it, vLLM does not create the checkpoint's norms, and fails to start",
             'write "fc_norm": true into transformer_layer_config, or export the head in the layout '
             '"vllm"',
         )

@@ -21,13 +21,14 @@ from redraft.heads.doctor.pair import Check, Finding, Pair
 from redraft.heads.shape import llama_rope, read_layer_config
 from redraft.heads.target import EMBEDDINGS, HEAD, Target
 
-IN_TARGET = {EMBEDDINGS: "embed_VD", HEAD: "head_VD"}  # fields of `Target`, by the tensor's name
+# Fields of `Target`, keyed by the tensor's name.
+IN_TARGET = {EMBEDDINGS: "embed_VD", HEAD: "head_VD"}
 # Relative difference between two copies of a matrix. bfloat16 alone causes 0.002.
 SAME_WITHIN = 0.01
 
 
 def shared_weights(pair: Pair, borrowed: tuple[str, ...] = (EMBEDDINGS,)) -> Iterator[Finding]:
-    """Check that copies of borrowed tensors equal the target's."""
+    """Check that copies of shared tensors equal the target's."""
     copies = {
         name: IN_TARGET[end] for name in pair.shapes for end in borrowed if name.endswith(end)
     }
@@ -40,10 +41,10 @@ def shared_weights(pair: Pair, borrowed: tuple[str, ...] = (EMBEDDINGS,)) -> Ite
         distance = float((mine - its).norm() / its.norm()) if fits else float("inf")
         if distance > SAME_WITHIN:
             yield Finding(
-                f"{name} differs from the target's (it differs by {distance:.2g} of its size), and the "
-                "engine would use it: a random left-over, or another target's",
-                f"remove {name} from the checkpoint, the engine then shares the target's; or copy "
-                "the target's there",
+                f"{name} differs from the target's (by {distance:.2g} of its size), and the engine "
+                "would use it: it is a leftover, or belongs to a different target",
+                f"remove {name} from the checkpoint, so that the engine shares the "
+                "target's, or copy the target's into it",
             )
 
 
@@ -62,9 +63,9 @@ def require_own_head(draft: Path, target: Path) -> None:
     mine, its = read_tensors(draft, [HEAD])[HEAD], Target.from_folder(target).head_VD
     if mine.shape == its.shape and torch.equal(mine, its.to(mine)):
         raise ValueError(
-            f"the {HEAD} of {draft} is the target's: vLLM would share it, and no version "
-            f"trained from it could be swapped in: train it offline first, or export it without "
-            f"{HEAD}"
+            f"the {HEAD} of {draft} equals the target's, so vLLM would share it, and no "
+            "version trained from it could be swapped in: train it offline first, or export "
+            f"it without {HEAD}"
         )
 
 
@@ -91,7 +92,7 @@ def compare_rope(
     for key in sorted(mine.keys() | its.keys()):
         if mine.get(key) != its.get(key):
             yield Finding(
-                f"the draft's {key} is {mine.get(key)}, the target's is {its.get(key)}",
+                f"the draft's {key} is {mine.get(key)}, but the target's is {its.get(key)}",
                 "write the target's rope_parameters and rope_theta into the draft's config.json"
                 + (", unless it was trained without" if is_doubt else ""),
                 is_doubt,
@@ -114,7 +115,8 @@ def positions(pair: Pair) -> Iterator[Finding]:
     # More positions than the target's are harmless, because no served text is longer.
     if mine is not None and mine < its:
         yield Finding(
-            f"the draft has {mine} positions, the target serves {its}: nothing is drafted beyond",
+            f"the draft has {mine} positions, but the target serves {its}: nothing is drafted "
+            "beyond the draft's last position",
             f"serve with --max-model-len {mine}, or train the draft at the length that is served",
         )
 
@@ -125,7 +127,7 @@ def sizes(pair: Pair) -> Iterator[Finding]:
         mine, its = pair.layer_config.get(key), getattr(pair.target_config, key)
         if mine not in (None, its):
             yield Finding(
-                f"{key} is {mine}, the target's is {its}",
+                f"{key} is {mine}, but the target's is {its}",
                 "give the target that the head was trained on",
             )
 
@@ -180,9 +182,9 @@ def tensors_fit_config(pair: Pair) -> Iterator[Finding]:
         rows = names.get(f"self_attn.{name}.weight", (0,))[0]
         if rows and rows != sizes[heads] * sizes["head_dim"]:
             yield Finding(
-                f"{heads} {sizes[heads]} of head_dim {sizes['head_dim']} do not make the {rows} "
-                f"rows of {name}",
-                f"write the {heads} and head_dim of the training into {_file(pair)}",
+                f"{heads} {sizes[heads]} with head_dim {sizes['head_dim']} does not match "
+                f"the {rows} rows of {name}",
+                f"write the {heads} and head_dim used in training into {_file(pair)}",
             )
 
 
@@ -190,9 +192,9 @@ def activation(pair: Pair) -> Iterator[Finding]:
     """Check that the layer's MLP uses SiLU, which engines always compute for a Llama layer."""
     if (act := pair.layer_config.get("hidden_act", "silu")) not in ("silu", "swish"):
         yield Finding(
-            f'hidden_act is "{act}", engines compute a Llama layer with "silu" only',
-            f'write "hidden_act": "silu" into {_file(pair)}, if the head was trained so; or train '
-            "it with silu",
+            f'hidden_act is "{act}", but engines compute a Llama layer only with "silu"',
+            f'write "hidden_act": "silu" into {_file(pair)} if the head was trained with '
+            "it; otherwise, train a head with silu",
         )
 
 
@@ -212,8 +214,8 @@ def arithmetic(pair: Pair) -> Iterator[Finding]:
                 )
         elif key != "hidden_act" and mine != (its := _read_target(pair, key)):
             yield Finding(
-                f"{key} is {mine}, but {its} in the target's layers, and nothing records how the "
-                "head was trained",
+                f"{key} is {mine}, but {its} in the target's layers, and there is no "
+                "record of how the head was trained",
                 f'if the head was trained with the target\'s, write "{key}": {json.dumps(its)} '
                 f"into {_file(pair)}",
                 is_doubt=True,
@@ -254,15 +256,16 @@ EAGLE1: tuple[Check, ...] = (
 
 
 def mask_token_fits(pair: Pair, key: str, mask: int) -> Iterator[Finding]:
-    """Check that the mask token has a row in the target's embeddings and does not end answers.
+    """Check that the mask token has a row in the target's embeddings and is not an end token.
 
-    If it ended answers, the head would learn two meanings for the token.
+    Otherwise, the head would learn two meanings for the token.
     """
     rows = pair.target_config.vocab_size
     if not 0 <= mask < rows:
         yield Finding(
             f"{key} {mask} is not in the target's table of {rows} embeddings",
-            f"write the {key} of training; if it is this one, the head belongs to a larger target",
+            f"write the {key} used in training; if it is this value, the head belongs to a "
+            "larger target",
         )
         return
     try:
@@ -271,7 +274,7 @@ def mask_token_fits(pair: Pair, key: str, mask: int) -> Iterator[Finding]:
         return
     if mask in ends:
         yield Finding(
-            f"the mask token {mask} ends the target's answers",
+            f"the mask token {mask} is an end token of the target",
             "train the head with a different free id: --head.mask-token-id",
             is_doubt=True,
         )

@@ -16,9 +16,10 @@ def tokenizer(pair: Pair) -> Iterator[Finding]:
     mine, its = pair.config.get("vocab_size"), pair.target_config.vocab_size
     if mine != its:
         yield Finding(
-            f"the draft has {mine} rows in its vocabulary, the target {its}: vLLM refuses the pair",
-            "pad or cut the draft's embeddings to the target's vocab_size (redraft train "
-            "standalone does)",
+            f"the draft's vocabulary has {mine} rows, but the target's has {its}: vLLM rejects "
+            "the pair",
+            "pad or truncate the draft's embeddings to the target's vocab_size (as "
+            "redraft train standalone does)",
         )
     try:
         check_same_tokenizer(pair.target.tokenizer, load_tokenizer(pair.draft))

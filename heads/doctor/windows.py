@@ -7,7 +7,7 @@ from redraft.files.folder import trained_with
 from redraft.files.windows import served_views, target_window, trained_views
 from redraft.heads.doctor.pair import Finding, Pair
 
-NEAR = "a head with a window smaller than in training loses the keys that it learned to use"
+NEAR = "with a smaller window than in training, a head loses keys that it learned to use"
 
 
 def view_findings(config: Mapping[str, Any], family: str) -> Iterator[Finding]:
@@ -21,8 +21,8 @@ def view_findings(config: Mapping[str, Any], family: str) -> Iterator[Finding]:
     if served != trained:
         layer = next(i for i, view in enumerate(served) if view != trained[i])
         yield Finding(
-            f"layer {layer} was trained with {trained[layer]}; vLLM reads {served[layer]} in this "
-            "layout",
+            f"layer {layer} was trained with {trained[layer]}, but vLLM reads {served[layer]} in "
+            "this layout",
             _cure_direction(family, trained_causal={view.is_causal for view in trained}),
         )
     recorded = trained_with(config)
@@ -58,8 +58,8 @@ def windows(pair: Pair) -> Iterator[Finding]:
         return
     if None in {view.window for view in served_views(pair.config)}:
         yield Finding(
-            f"vLLM gives layers without a window the {reach} positions of the target, whose layers "
-            "all have a window",
+            f"vLLM gives layers without a window the target's window of {reach} "
+            "positions, because all of the target's layers have one",
             f"train with --head.window {reach}: the forecast uses that window in any case",
             is_doubt=True,
         )

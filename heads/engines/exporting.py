@@ -25,13 +25,13 @@ def engine_findings(engine: Engine, pair: Pair) -> list[Finding]:
 
 
 def other_version(engine: Engine, installed: str) -> list[Finding]:
-    """Report a doubt if the installed engine is not the release whose loaders were read."""
+    """Report a doubt if the rules are based on a different release than the installed one."""
     if installed in ("", engine.version):
         return []
     return [
         Finding(
             f"{engine.title} {installed} is installed, and its loaders were read in "
-            f"{engine.version}: they may read this folder otherwise",
+            f"{engine.version}: the installed release may read this folder differently",
             f"install {engine.package}=={engine.version}, or compare the acceptance with a forecast",
             is_doubt=True,
         )

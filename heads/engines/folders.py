@@ -29,7 +29,7 @@ DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 OTHERWISE = "serve it with vLLM, or train a head without it"
-"""Cure for a part of a head that only vLLM computes."""
+"""Fix for a part of a head that only vLLM computes."""
 
 
 def write(pair: Pair, folder: Path, edit: Edit) -> None:
@@ -122,7 +122,8 @@ def misnamed_norms(pair: Pair, title: str) -> Iterator[Finding]:
     """Report the norms of later layers, which only vLLM calls `input_layernorm`."""
     if any(name.startswith("layers.1.input_layernorm") for name in pair.shapes):
         yield Finding(
-            f"{title} calls the first norm of layers.1 hidden_norm, and leaves it at one",
+            f"{title} expects the first norm of layers.1 under the name hidden_norm, and "
+            "leaves it at one",
             export_cure(title),
         )
 
@@ -133,7 +134,7 @@ def dropped_vocabulary(pair: Pair, title: str) -> Iterator[Finding]:
         rows = pair.shapes["d2t"][0]
         yield Finding(
             f"{title} drops d2t and lm_head: the head proposes from all "
-            f"{pair.target_config.vocab_size} ids, not from the {rows} of its training",
+            f"{pair.target_config.vocab_size} ids, not from the {rows} that it was trained on",
             export_cure(title),
         )
 
@@ -143,7 +144,8 @@ def other_views(pair: Pair, title: str, views: tuple[View, ...]) -> Iterator[Fin
     for layer, (trained, served) in enumerate(zip(trained_views(pair.config), views, strict=True)):
         if trained != served:
             yield Finding(
-                f"layer {layer} was trained with {trained}; {title} reads {served} in this folder",
+                f"layer {layer} was trained with {trained}, but {title} reads {served} in this "
+                "folder",
                 export_cure(title),
             )
             return
@@ -153,7 +155,8 @@ def dropped_scale(pair: Pair, title: str) -> Iterator[Finding]:
     """Report a logit scale, which only vLLM applies. The argmax does not depend on it."""
     if (scale := pair.layer_config.get("logit_scale", 1)) != 1:
         yield Finding(
-            f"{title} drops logit_scale, {scale}: greedy drafts are the same, sampled ones are not",
+            f"{title} drops logit_scale ({scale}): greedy drafts are the same, but sampled "
+            "ones are not",
             "let the engine draft greedily",
             is_doubt=True,
         )
@@ -162,13 +165,11 @@ def dropped_scale(pair: Pair, title: str) -> Iterator[Finding]:
 def other_layout(pair: Pair, title: str) -> Iterator[Finding]:
     """Report the layout of the package `speculators`, which only vLLM supports."""
     if pair.is_speculators:
-        yield Finding(
-            f"{title} does not read the layout of the package speculators", export_cure(title)
-        )
+        yield Finding(f"{title} does not read the speculators layout", export_cure(title))
 
 
 def export_cure(title: str) -> str:
-    """Return the cure for a folder that an engine interprets differently from training."""
+    """Return the fix for a folder that an engine interprets differently from training."""
     return f"redraft export DRAFT --engine {title.lower()}"
 
 

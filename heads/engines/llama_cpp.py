@@ -1,7 +1,7 @@
 """llama.cpp b11549, tested by running it: a draft's GGUF file next to its target's GGUF file.
 
     standalone      a Llama, Qwen 2 or Qwen 3
-    EAGLE-3         one layer on three of the target's inner streams
+    EAGLE-3         one layer on the hidden states of three inner target layers
     DFlash, DSpark  full-attention layers, bidirectional within a block
 
 llama.cpp misreads some drafts without an error, and then acceptance falls. The causes are the
@@ -61,8 +61,8 @@ GIVE_STREAMS = frozenset(
         *("minimax-m2", "bailingmoe3", "muse-glimmer"),
     }
 )
-"""Architectures of targets whose inner streams llama.cpp passes to a head (`t_layer_inp`, b10605).
-With any other target, llama-server crashes.
+"""Architectures of targets whose inner layers' hidden states llama.cpp passes to a head
+(`t_layer_inp`, b10605). With any other target, llama-server crashes.
 """
 
 CONVERTER = "convert it with llama.cpp's convert_hf_to_gguf.py"
@@ -127,7 +127,7 @@ def find_refused(pair: Pair) -> Iterator[Finding]:
         yield from _refuse_eagle3(pair, layers)
     elif pair.family.name == "dspark" and not pair.config.get("enable_confidence_head"):
         yield Finding(
-            f"{TITLE} loads no DSpark head without a confidence head",
+            f"{TITLE} cannot load a DSpark head without a confidence head",
             "train with --head.confidence-head",
         )
     rotation = EAGLE3 if pair.family.name == "eagle3" else DFLASH
@@ -152,8 +152,9 @@ def write(export: Export, folder: Path) -> None:
     pair, gguf = export.pair, GgufTarget(export.gguf)
     if pair.family.is_head and gguf.architecture not in GIVE_STREAMS:
         raise ValueError(
-            f"{TITLE} cannot pass inner streams of a {gguf.architecture} target ({gguf.path}) "
-            f"to a head, and crashes: serve a standalone draft there, or this head with vLLM"
+            f"{TITLE} cannot pass the hidden states of inner layers of a "
+            f"{gguf.architecture} target ({gguf.path}) to a head, and crashes: serve a "
+            "standalone draft there, or this head with vLLM"
         )
     require_same_target(pair.target, gguf)
     if not pair.family.is_head:
@@ -196,11 +197,11 @@ def serve(export: Export) -> str:
 def _refuse_eagle3(pair: Pair, layers: list[int]) -> Iterator[Finding]:
     if len(layers) != 3:
         yield Finding(
-            f"the head reads {len(layers)} layers, {layers}, and {TITLE}'s EAGLE-3 exactly 3",
-            "train with three, --head.aux-layer-ids",
+            f"the head reads {len(layers)} layers, {layers}, but {TITLE}'s EAGLE-3 reads exactly 3",
+            "train with three layers (--head.aux-layer-ids)",
         )
     if (count := pair.layer_config.get("num_hidden_layers", 1)) != 1:
-        yield Finding(f"the head has {count} layers, and {TITLE}'s EAGLE-3 one", OTHERWISE)
+        yield Finding(f"the head has {count} layers, but {TITLE}'s EAGLE-3 has one", OTHERWISE)
     for option in ("fc_norm", "norm_output"):
         if pair.config.get(option):
             yield Finding(
@@ -226,7 +227,8 @@ def _refuse_views(pair: Pair) -> Iterator[Finding]:
             )
         elif is_block and view.is_causal:
             yield Finding(
-                f"layer {layer} attends one way within a block, and {TITLE} both ways",
+                f"layer {layer} attends causally within a block, but {TITLE} attends in both "
+                "directions",
                 "train without --head.is-causal",
             )
 
@@ -235,8 +237,9 @@ def _refuse_rotation(config: Mapping[str, Any], rotation: Rotation) -> Iterator[
     found = rope(config)
     if found["rope_type"] not in rotation.kinds or found.get("partial_rotary_factor", 1) != 1:
         yield Finding(
-            f"it rotates by {found['rope_type']}, and {TITLE}'s reader of such a draft by "
-            f"{' or '.join(rotation.kinds)} only: it would load, and propose worse far into a text",
+            f"its rotary embeddings have the type {found['rope_type']}, but {TITLE} supports only "
+            f"{' or '.join(rotation.kinds)} for such a draft, on whole heads: it would load, but "
+            "draft poorly in long texts",
             OTHERWISE,
         )
 
@@ -244,18 +247,18 @@ def _refuse_rotation(config: Mapping[str, Any], rotation: Rotation) -> Iterator[
 def _refuse_standalone(pair: Pair) -> Iterator[Finding]:
     kind, tokens = pair.config.get("model_type"), pair.target_config.vocab_size
     if kind not in STANDALONE:
-        yield Finding(f"redraft writes no GGUF file of a {kind} model", CONVERTER)
+        yield Finding(f"redraft cannot write a {kind} model as a GGUF file", CONVERTER)
         return
     if pair.config.get("use_sliding_window"):
-        yield Finding("its layers have a window, which redraft does not write", CONVERTER)
+        yield Finding("its layers have a window, which redraft cannot write", CONVERTER)
     if pair.config["vocab_size"] != tokens:
         yield Finding(
-            f"it has {pair.config['vocab_size']:,} tokens, the target {tokens:,}",
+            f"it has {pair.config['vocab_size']:,} tokens, but the target has {tokens:,}",
             "train it for this target",
         )
     elif found := first_difference(pair.target.tokenizer, load_tokenizer(pair.draft)):
         yield Finding(
-            f"token {found[0]} is another one in its tokenizer than in the target's",
+            f"token {found[0]} differs between its tokenizer and the target's",
             "train a draft of the target's family",
         )
     yield from _refuse_rotation(pair.config, STANDALONE[kind])
@@ -289,14 +292,14 @@ def require_same_target(target: TargetFolder, gguf: GgufTarget) -> None:
     ids = torch.linspace(0, len(names) - 1, SAMPLED_ROWS).long().tolist()
     theirs_ND = gguf.rows("token_embd.weight", ids)
     if theirs_ND is None:
-        raise ValueError(f"{gguf.path} has no token_embd.weight: so it is not a model file")
+        raise ValueError(f"{gguf.path} has no token_embd.weight, so it is not a model file")
     ours_ND = Target.from_folder(target.folder).embed_VD[ids].float()
-    # Rows that no text uses may be all zeros.
+    # Rows of unused tokens may be all zeros.
     used = (ours_ND.norm(dim=-1) > 0) & (theirs_ND.norm(dim=-1) > 0)
     cosine = torch.cosine_similarity(ours_ND[used], theirs_ND[used], dim=-1).mean()
     if not cosine >= SAME_ROWS:
         raise ValueError(
-            f"{gguf.path} has the sizes of the target {target.name}, but different embeddings "
+            f"{gguf.path} has the same sizes as the target {target.name}, but different embeddings "
             f"(cosine "
             f"{float(cosine):.2f}): {other} the GGUF file of this target"
         )
@@ -335,7 +338,7 @@ def _tensors(
     for name, tensor in stored.items():
         if name == "t2d":
             continue
-        if name == "d2t":  # offsets in vLLM, the target's ids themselves in llama.cpp
+        if name == "d2t":  # vLLM stores offsets, but llama.cpp stores the target's ids themselves
             tensors["d2t"] = tensor + torch.arange(len(tensor))
             continue
         heads = num_heads.get(name.split(".")[-2])

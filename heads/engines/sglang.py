@@ -46,14 +46,14 @@ def find_refused(pair: Pair) -> Iterator[Finding]:
     if pair.family.layers_key and last in _layers(pair):
         yield Finding(
             f"the head reads the stream after the last layer, {last}, which {TITLE} never captures",
-            "serve it with vLLM, or train it on layers below",
+            "serve it with vLLM, or train it on lower layers",
         )
     if pair.family.name == "eagle3":
         yield from _refuse_eagle3(pair)
     elif pair.family.name == "mtp" and "mimo" in str(pair.target.config.architectures).lower():
         yield Finding(
-            f"{TITLE} feeds MiMo's layer the state after the target's last norm, and it was "
-            "trained on the one before",
+            f"{TITLE} feeds MiMo's layer the state after the target's last norm, but it "
+            "was trained on the state before that norm",
             "serve it with vLLM",
         )
 
@@ -62,11 +62,11 @@ def _refuse_eagle3(pair: Pair) -> Iterator[Finding]:
     yield from folders.refuse_eagle3(pair, TITLE)
     layer = pair.layer_config
     if layer.get("attention_bias"):
-        yield Finding(f"{TITLE}'s layer has no biases of queries, keys and values", OTHERWISE)
+        yield Finding(f"{TITLE}'s layer has no biases for queries, keys and values", OTHERWISE)
     if SLIDING in (layer.get("layer_types") or ()):
         yield Finding(
-            f"{TITLE} reads the window of an EAGLE-3 head from a flag "
-            "(--speculative-draft-window-size), which was not compared with training",
+            f"{TITLE} takes an EAGLE-3 head's window from a flag "
+            "(--speculative-draft-window-size), which has not been compared with training",
             OTHERWISE,
         )
 
@@ -98,13 +98,13 @@ def _misread_eagle3(pair: Pair) -> Iterator[Finding]:
     if served != trained:
         source = f"the section {SECTION}" if told else "no section, so its default"
         yield Finding(
-            f"{TITLE} feeds the layers {served} ({source}), the head was trained on {trained}",
+            f"{TITLE} feeds the layers {served} ({source}), but the head was trained on {trained}",
             export_cure(TITLE),
         )
     if pair.config.get("draft_vocab_size") is not None and "lm_head.weight" not in pair.shapes:
         yield Finding(
-            f"the folder has no lm_head, and {TITLE} shares the target's only if draft_vocab_size "
-            "is null: it keeps random numbers",
+            f"the folder has no lm_head, and {TITLE} shares the target's only if "
+            "draft_vocab_size is null: otherwise, it keeps random numbers",
             export_cure(TITLE),
         )
     yield from folders.misnamed_norms(pair, TITLE)
@@ -118,7 +118,7 @@ def _misread_eagle1(pair: Pair) -> Iterator[Finding]:
         )
     if "fc.bias" not in pair.shapes:
         yield Finding(
-            f"the folder has no fc.bias, and {TITLE} leaves its own at random numbers",
+            f"the folder has no fc.bias, and {TITLE} leaves it uninitialised",
             export_cure(TITLE),
         )
 

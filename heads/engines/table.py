@@ -107,7 +107,7 @@ class Engine:
             )
 
 
-OWN_LOOKUP = "its lookups are its own, and redraft's plugin runs in vLLM only"
+OWN_LOOKUP = "it has lookups of its own, and redraft's plugin runs only in vLLM"
 LOOKUPS = dict.fromkeys(("retrieval", "live", "ngram", "suffix"), OWN_LOOKUP)
 
 ENGINES: tuple[Engine, ...] = (
@@ -127,8 +127,8 @@ ENGINES: tuple[Engine, ...] = (
         package="sglang",
         unserved={
             **LOOKUPS,
-            "peagle": "it drafts no token of an EAGLE-3 head in parallel",
-            "medusa": "it has no heads of this kind",
+            "peagle": "it does not support parallel drafting with an EAGLE-3 head",
+            "medusa": "it does not support heads of this kind",
         },
     ),
     Engine(
@@ -141,7 +141,7 @@ ENGINES: tuple[Engine, ...] = (
             **LOOKUPS,
             "eagle1": "its PyTorch backend supports only EAGLE-3 heads",
             "peagle": "its parallel method (PARD) supports only whole models",
-            "medusa": "only its older C++ backend does",
+            "medusa": "only its older C++ backend supports it",
         },
     ),
     Engine(
@@ -152,9 +152,9 @@ ENGINES: tuple[Engine, ...] = (
         module="redraft.heads.engines.llama_cpp",
         unserved={
             **LOOKUPS,
-            "eagle1": "it has no such heads",
-            "peagle": "it drafts no token of an EAGLE-3 head in parallel",
-            "medusa": "it has no such heads",
+            "eagle1": "it does not support such heads",
+            "peagle": "it does not support parallel drafting with an EAGLE-3 head",
+            "medusa": "it does not support such heads",
             "mtp": "its own converter puts the layer into the target's file",
         },
     ),

@@ -47,7 +47,7 @@ def find_refused(pair: Pair) -> Iterator[Finding]:
     elif name in ("dflash", "dspark"):
         yield from _refuse_views(pair)
     elif name == "mtp" and "mimo" in str(pair.target.config.architectures).lower():
-        yield Finding(f"{TITLE} has no MTP layer of MiMo's", "serve it with vLLM")
+        yield Finding(f"{TITLE} does not support MiMo's MTP layer", "serve it with vLLM")
 
 
 def _refuse_eagle3(pair: Pair) -> Iterator[Finding]:
@@ -57,14 +57,14 @@ def _refuse_eagle3(pair: Pair) -> Iterator[Finding]:
     )
     if pair.config.get("fc_norm") and is_normed:
         yield Finding(
-            f"the head has norm_before_fc and fc_norm, and {TITLE} applies only the latter",
+            f"the head has norm_before_fc and fc_norm, but {TITLE} applies only the latter",
             OTHERWISE,
         )
     if SLIDING in (pair.layer_config.get("layer_types") or ()):
-        yield Finding(f"{TITLE}'s layer of an EAGLE-3 head has no window", OTHERWISE)
+        yield Finding(f"{TITLE} does not support a window in an EAGLE-3 head", OTHERWISE)
     if 0 in folders.layers_read(pair):
         yield Finding(
-            f"the head reads the embedding, layer 0, but -1 means another state in {TITLE}",
+            f"the head reads the embedding (layer 0), but -1 means a different state in {TITLE}",
             OTHERWISE,
         )
 
@@ -73,15 +73,15 @@ def _refuse_views(pair: Pair) -> Iterator[Finding]:
     for layer, view in enumerate(trained_views(pair.config)):
         if pair.family.name == "dspark" and view != View():
             yield Finding(
-                f"layer {layer} was trained with {view}; {TITLE} has DSpark layers without a "
-                "window, in both directions, only",
+                f"layer {layer} was trained with {view}, but {TITLE} supports only "
+                "bidirectional DSpark layers without a window",
                 OTHERWISE,
             )
             return
         if view.is_causal != bool(view.window):
             yield Finding(
-                f"layer {layer} was trained with {view}; in {TITLE} the layers with a window are "
-                "causal, and no others",
+                f"layer {layer} was trained with {view}, but in {TITLE} exactly the "
+                "layers with a window are causal",
                 OTHERWISE,
             )
             return
@@ -96,7 +96,7 @@ def find_misread(pair: Pair) -> Iterator[Finding]:
         yield from _misread_layers(pair)
         if pair.config.get("norm_before_fc") and SECTION not in pair.config:
             yield Finding(
-                f"{TITLE} reads norm_before_fc in the section {SECTION} only, and drops the norm",
+                f"{TITLE} reads norm_before_fc only in the section {SECTION}, and drops the norm",
                 export_cure(TITLE),
             )
         yield from folders.misnamed_norms(pair, TITLE)
@@ -124,7 +124,7 @@ def _misread_dspark(pair: Pair) -> Iterator[Finding]:
     keys = section(pair.config, BLOCK)
     if keys.get("target_layer_ids") != pair.config.get("target_layer_ids"):
         yield Finding(
-            f"{TITLE} reads target_layer_ids in the section {BLOCK} only", export_cure(TITLE)
+            f"{TITLE} reads target_layer_ids only in the section {BLOCK}", export_cure(TITLE)
         )
     told = keys.get("shift_label", pair.config.get("shift_label", True))
     if told != pair.config.get("sample_from_anchor", True):
@@ -149,7 +149,7 @@ def _edit(pair: Pair, config: dict[str, Any], tensors: Tensors) -> None:
             AUX_LAYERS: layers,
             "norm_before_fc": is_normed,
         }
-        if config["num_hidden_layers"] > 1:  # "midlayer" is one layer there
+        if config["num_hidden_layers"] > 1:  # in TensorRT-LLM, "midlayer" is a single layer
             for name in [name for name in tensors if name.startswith("midlayer.")]:
                 tensors[name.replace("midlayer.", "layers.0.")] = tensors.pop(name)
         folders.name_later_norms(tensors, "hidden_norm")

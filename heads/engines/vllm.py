@@ -22,8 +22,8 @@ def find_misread(pair: Pair) -> Iterator[Finding]:
     """Report a norm with the name that it has in SGLang's and TensorRT-LLM's folders."""
     if any(name.startswith("layers.1.hidden_norm") for name in pair.shapes):
         yield Finding(
-            "vLLM calls the first norm of layers.1 input_layernorm, and does not start with "
-            "hidden_norm",
+            "vLLM expects the first norm of layers.1 under the name input_layernorm, and "
+            "fails to start with hidden_norm",
             export_cure("vllm"),
         )
 

@@ -50,7 +50,7 @@ from redraft.heads.nn.vocabulary import check_ids, id_maps
 from redraft.heads.shape import LlamaShape
 from redraft.heads.target import Target, aux_layers, layer_weights
 
-ANCHORS_A_CHUNK = 64  # blocks in memory at once: the mask has ANCHORS_A_CHUNK * S rows
+ANCHORS_A_CHUNK = 64  # number of blocks in memory at once; the mask has ANCHORS_A_CHUNK * S rows
 
 Config = options.DFlash
 
@@ -76,7 +76,7 @@ class Attention(Projections):
         context: tuple[Tensor, Tensor],
         mask: BlockMask,
     ) -> Tensor:
-        """Attend from the blocks' concatenated rows to the context and to their own block."""
+        """Attend from the blocks' concatenated rows to the context and to their own block's rows."""
         q = rotate(self.q_norm(self._heads(self.q_proj(x_BND))), cos_sin)
         out_BHNE = attend_blocks(
             q, context, self.keys_and_values(x_BND, cos_sin), mask, self._head_dim**-0.5
@@ -87,7 +87,7 @@ class Attention(Projections):
 
 class DFlash(nn.Module):
     family = "dflash"
-    architecture = "DFlashDraftModel"  # vLLM's name of the class.
+    architecture = "DFlashDraftModel"  # vLLM's name for the class.
     speculators_architecture = "DFlashDraftModel"  # the class in the package `speculators`
     # Tensors whose names start with one of these prefixes are exported in float32.
     float32: tuple[str, ...] = ()
@@ -108,7 +108,7 @@ class DFlash(nn.Module):
         draft_ids_W: Tensor | None = None,
         shape: LlamaShape | None = None,
     ) -> None:
-        """Make an untrained head with the target's embeddings and output head.
+        """Create an untrained head with the target's embeddings and output head.
 
         If `config` has no mask token, the last row of the embeddings is used. `draft_ids_W` are the
         target ids to propose, ascending; None means all ids. `shape` defaults to the shape of the
@@ -129,8 +129,8 @@ class DFlash(nn.Module):
         check_mask_token(config.mask_token_id, len(target.embed_VD))
         if self.aux_layer_ids[0] < 1:
             raise ValueError(
-                "this head cannot read layer 0, the embeddings: engines count from the first "
-                "layer's output"
+                "this head cannot read layer 0 (the embeddings), because engines count "
+                "from the first layer's output"
             )
         # A plain tensor is not a parameter: it is not trained or saved, and `.to` and `.float` do
         # not change it.
@@ -202,7 +202,7 @@ class DFlash(nn.Module):
         is_anchor_BT: Tensor,
         place_BT: Tensor,
     ) -> DraftStep:
-        """Make the step for draft token number `shift`, counted from 1."""
+        """Create the step for draft token number `shift`, counted from 1."""
         return DraftStep(
             hidden_BTD=hidden_BAD,
             head_WD=self._head_WD,
@@ -312,7 +312,7 @@ class DFlash(nn.Module):
             maps = id_maps(self._draft_ids_W, self.shape.vocab_size)
             if (
                 not is_speculators
-            ):  # the package finds the target's rows by it, and vLLM does not read it
+            ):  # the package uses it to find the target's rows; vLLM does not read it
                 del maps["t2d"]
             tensors |= {"lm_head.weight": self._head_WD, **maps}
         served = {

@@ -5,8 +5,8 @@
     logits[k]     = base[k] + markov_w2 e[k]                    trained on text, drafted one by one
     confidence[k] = sigmoid(proj [h[k]; e[k]])                  trained to be alpha = 1 - TV(target, draft)
 
-The slots of a block attend to each other, but they do not know the token drawn in the previous
-slot. The bias adds this information at the cost of two small products per token. An engine can
+The slots of a block attend to each other, but they do not depend on the token drawn in the previous
+slot. The bias adds this dependence at the cost of two small products per token. An engine can
 verify fewer tokens if the confidence is low.
 
 A block has one of two layouts. With `sample_from_anchor`, the anchor's slot proposes the first
@@ -37,8 +37,9 @@ from redraft.heads.nn.precision import autocast_kind
 from redraft.heads.shape import LlamaShape
 from redraft.heads.target import Target
 
-CONFIDENCE_HEAD = "confidence_head."  # in float32 in engines, and so in an export
-INIT_STD = 0.01  # small, so that the head starts as DFlash
+# Engines compute the confidence head in float32, so it is exported in float32.
+CONFIDENCE_HEAD = "confidence_head."
+INIT_STD = 0.01  # scale of the initial weights; small, so that the head starts like DFlash
 
 Config = options.DSpark
 
@@ -93,7 +94,7 @@ class DSpark(DFlash):
         draft_ids_W: Tensor | None = None,
         shape: LlamaShape | None = None,
     ) -> None:
-        """Make an untrained head; arguments and errors are the same as for `DFlash`."""
+        """Create an untrained head; arguments and errors are the same as for `DFlash`."""
         super().__init__(config, target, draft_ids_W, shape)
         rank = config.markov_rank
         self.markov_head = MarkovHead(self.shape.vocab_size, len(self._head_WD), rank)

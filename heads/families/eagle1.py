@@ -62,7 +62,7 @@ class Eagle1(nn.Module):
         self._embed_VD, self._head_VD = target.embed_VD, target.head_VD
         self._rotary = Rotary.from_shape(self.shape)
         self._windows = [target_window(target.config)]
-        # There is no bias, because vLLM builds the layer without one.
+        # There is no bias, because vLLM creates the layer without one.
         self.fc = nn.Linear(2 * self.shape.hidden_size, self.shape.hidden_size, bias=False)
         # A list of one layer, because checkpoints name the tensors `layers.0`.
         self.layers = nn.ModuleList([Layer(self.shape)])

@@ -97,7 +97,7 @@ class Eagle3(nn.Module):
         draft_ids_W: Tensor | None = None,
         shape: LlamaShape | None = None,
     ) -> None:
-        """Make an untrained head with the target's embeddings and a copy of its output head.
+        """Create an untrained head with the target's embeddings and a copy of its output head.
 
         `draft_ids_W` are the target ids to propose, ascending; None means all ids. `shape` defaults
         to the shape of the target's layers.

@@ -33,7 +33,8 @@ from redraft.heads.families.eagle3 import Eagle3
 RIDGE = 1e-3  # Penalty of squared weights, as a share of the inputs' mean square.
 # Attention score of a row with itself. It dominates the softmax even among thousands of tokens.
 OWN_ROW = 32.0
-SAME_TOKEN = 16.0  # of an earlier row of the same token; lower, because keys are estimates
+# Attention score of an earlier row with the same token; lower, because keys are estimates.
+SAME_TOKEN = 16.0
 
 
 @torch.no_grad()
@@ -167,7 +168,7 @@ class Roles:
     def of(head: Eagle3) -> Roles:
         keys = head.shape.num_key_value_heads
         group = head.shape.num_attention_heads // keys
-        if group > 1:  # the first two queries of a group; the others start idle
+        if group > 1:  # uses the first two queries of a group; the other queries start at zero
             own, same = (
                 [(key * group, key) for key in range(keys)],
                 [(key * group + 1, key) for key in range(keys)],
@@ -220,9 +221,9 @@ def aim(head: Eagle3, roles: Roles, token_of_DD: Tensor) -> None:
 
 
 def random_rows(count: int, size: int, score: float, head_size: int) -> Tensor:
-    """Make `count` orthogonal rows for queries and keys.
+    """Create `count` orthogonal rows for queries and keys.
 
-    A normed embedding of width `size` scores about `score` with itself.
+    The attention score of a normed embedding of width `size` with itself is about `score`.
     """
     rows: Tensor = torch.linalg.qr(torch.randn(size, count))[0].mT
     return rows * math.sqrt(score * math.sqrt(head_size) / rows.shape[0])

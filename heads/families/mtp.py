@@ -69,7 +69,7 @@ class Mtp(nn.Module):
     max_tokens: int | None = None
 
     def __init__(self, config: Config, target: Target) -> None:
-        """Make a layer with random weights.
+        """Create a layer with random weights.
 
         Raises:
             ValueError: the target's architecture has no MTP layout here.
@@ -90,7 +90,7 @@ class Mtp(nn.Module):
         self.block: Any = self.layout.block(target.config)
         norm: Any = type(
             self.block.input_layernorm
-        )  # some architectures' norms multiply by 1 + weight
+        )  # the norms of some architectures multiply by 1 + weight
         self.embed_norm, self.hidden_norm, self.final_norm = (
             norm(hidden, eps=target.config.rms_norm_eps) for _ in range(3)
         )

@@ -87,7 +87,8 @@ def _keep_shard(path: Path, names: set[str], replaced: set[str], out: Path) -> d
     left = names - replaced
     if left == names and path.suffix == ".safetensors":
         link(path, out / name)
-    elif left:  # a loader would load the old tensor and the new one, and keep whichever comes last
+    # Otherwise, a loader would load both the old and the new tensor, and keep whichever comes last.
+    elif left:
         save_file(read_tensors(path.parent, left), out / name, {"format": "pt"})
     return dict.fromkeys(left, name)
 
@@ -135,7 +136,7 @@ def as_mimo(llama_folder: Path, out: Path) -> None:
         name.replace(".weight", ".bias"): torch.zeros(len(weight), dtype=weight.dtype)
         for name, weight in read_tensors(llama_folder, weights).items()
     }
-    # vLLM recognises MiMo by the architecture. transformers opens the folder as a Qwen2.
+    # vLLM recognises MiMo by the architecture. transformers opens the folder as a Qwen2 model.
     mimo = {
         "architectures": ["MiMoForCausalLM"],
         "model_type": "qwen2",

@@ -147,7 +147,7 @@ DEEPSEEK = Layout(
     embedding_first=True,
     zero_at_start=True,
     reads_normed=True,
-    engine_output=1,  # vLLM puts out first the state before the final norm
+    engine_output=1,  # vLLM's first output is the state before the final norm
 )
 BY_MODEL_TYPE = {
     "mimo": MIMO,

@@ -44,7 +44,7 @@ class PEagle(Eagle3):
         draft_ids_W: Tensor | None = None,
         shape: LlamaShape | None = None,
     ) -> None:
-        """Make an untrained head as `Eagle3` does. By default, the mask token is the last row."""
+        """Create an untrained head as `Eagle3` does. By default, the mask token is the last row."""
         super().__init__(config.as_eagle3(), target, draft_ids_W, shape)
         check_mask_token(config.mask_token_id, len(target.embed_VD))
         self._mask_token_id = (
@@ -52,7 +52,7 @@ class PEagle(Eagle3):
         )
         self.options = replace(config, mask_token_id=self._mask_token_id)
         self.max_tokens = config.num_steps
-        # It is as wide as the streams, not as a feature, because engines send it through `fc` too.
+        # It is as wide as the streams, not as a feature, because engines apply `fc` to it too.
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
 
     def draft_steps(
@@ -89,7 +89,7 @@ class PEagle(Eagle3):
             hidden_BND = self._pass(ids_BN, feature_BND, positions_BN, memories)
             if (
                 rows_BN is not None
-            ):  # losses and metrics read rows of the batch; the others are masked
+            ):  # losses and metrics read rows of the batch, so all other rows are masked
                 at_BnD = rows_Bn[..., None].expand(-1, -1, hidden_BND.shape[-1])
                 hidden_BND = torch.zeros_like(hidden_BTD).scatter(1, at_BnD, hidden_BND)
             steps.append(self._draft_step(hidden_BND, k, mask_BT))

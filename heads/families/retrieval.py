@@ -35,7 +35,7 @@ from redraft.heads.families.run_table import MOST_VOTES, Entries, Found, RunTabl
 
 Ids = NDArray[np.int32]
 Run = tuple[int, ...]  # The last tokens of a text, in order.
-Row = int  # token << 5 | votes; in fewer than `min_texts` texts also texts * TEXTS
+Row = int  # token << 5 | votes, plus texts * TEXTS for runs in fewer than `min_texts` texts
 
 LIVE = "live"  # name of the draft that counts its server's answers
 MEASURE_COUNTED = "measure counted answers instead (redraft data count)"
@@ -48,7 +48,7 @@ MOST_IDS = (1 << 20) - 1
 WINDOW = 10_000
 """Default number of newest answers that live counts keep."""
 VOTES, TEXTS = 31, 1 << 30
-NEW = -32  # a row with no vote, and no token
+NEW = -32  # a row without votes or a token
 SHARD = 1 << 12  # maximum number of runs to drop, or to move in memory, at once
 # Number of live predictions of one kind after which both sums are halved, so that the rates follow
 # the traffic.
@@ -57,7 +57,7 @@ EXPECTED = (
     0.2,
     0.4,
     0.8,
-)  # prior hit rates for runs in the request, by length, measured on SmolLM2's code answers
+)  # prior hit rates of runs in the request, by length, measured on SmolLM2's code answers
 NOTHING = (-1, 0.0)  # No token, and its probability.
 
 
@@ -109,7 +109,7 @@ class Retrieval:
         entries: Mapping[Run, tuple[int, float]],
         run_probability: Sequence[float],
     ) -> None:
-        """Make a draft from counted runs.
+        """Create a draft from counted runs.
 
         `entries` maps each run in the answers to the token after it and its probability.
         `run_probability` contains, by length, the probability of the token after the run's first

@@ -36,7 +36,8 @@ TOKEN_BITS, OWNER_BITS, VOTE_BITS = 26, 16, 5
 VOTES_AT, EPOCH_AT = TOKEN_BITS + OWNER_BITS, TOKEN_BITS + OWNER_BITS + VOTE_BITS
 TOKENS, OWNERS, VOTES = (1 << TOKEN_BITS) - 1, (1 << OWNER_BITS) - 1, (1 << VOTE_BITS) - 1
 MOST_EPOCHS = 1 << (64 - EPOCH_AT)
-MOST_VOTES = 16  # cap: a new token outvotes an old one within 17 occurrences
+# Maximum number of votes, so that a new token outvotes an old one within 17 occurrences.
+MOST_VOTES = 16
 BIN_BITS = 16
 FACTOR, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 NOBODY = 0xD1B54A32D192ED03
@@ -64,7 +65,7 @@ class RunTable:
     """
 
     def __init__(self, *, max_entries: int, window: int, shares: bool = False) -> None:
-        """Make an empty table. `window` is a number of answers."""
+        """Create an empty table. `window` is a number of answers."""
         self.window, self.shares = window, shares
         self.num_texts = 0
         self._epoch = 0
@@ -78,7 +79,9 @@ class RunTable:
         """Number and hash of the owners in the table."""
         self._free = array("H", range(OWNERS, -1, -1))
         self._changed: set[int] | None = None
-        """Slots that a copy of the table lacks; None for all of them, or if there is no copy."""
+        """Slots that a copy of the table lacks; None if it lacks all of them, or if there is no
+        copy.
+        """
 
     @property
     def num_bytes(self) -> int:
@@ -136,7 +139,7 @@ class RunTable:
     def find_owner(self, owner: bytes) -> tuple[int, int] | None:
         """Return an owner's number in the rows, and the hash of its empty run.
 
-        None for an unknown owner.
+        Return None for an unknown owner.
         """
         known = self._owners.get(owner)
         if self.shares:
@@ -240,7 +243,7 @@ class RunTable:
         rows, hashes = self.view()
         is_valid = self._is_valid()
         kept = {*_owners_of(rows[is_valid]).tolist()}
-        if len(kept) > OWNERS // 2:  # clients with a name for each request: start again
+        if len(kept) > OWNERS // 2:  # clients may send a new name with each request, so start again
             self.clear()
             return
         rows[~is_valid], hashes[~is_valid] = 0, 0
@@ -301,7 +304,7 @@ class Entries(Mapping[tuple[int, ...], tuple[int, float]]):
 
     @staticmethod
     def of(entries: Mapping[tuple[int, ...], tuple[int, float]], most: int) -> Entries:
-        """Make entries from a mapping whose runs have at most `most` tokens."""
+        """Create entries from a mapping whose runs have at most `most` tokens."""
         runs_RN = np.full((len(entries), most), -1, np.int32)
         for row, run in zip(runs_RN, entries, strict=True):
             row[most - len(run) :] = run

@@ -89,7 +89,7 @@ class StandaloneDraft(nn.Module):
     ) -> StandaloneDraft:
         """Load the draft from a model folder or hub name, in `dtype` (None: as stored).
 
-        The draft borrows nothing from a target. Raises the same errors as `load_causal_lm` and
+        The draft shares nothing with a target. Raises the same errors as `load_causal_lm` and
         `make_draft`.
         """
         model = load_causal_lm(folder, dtype)
@@ -123,7 +123,7 @@ class StandaloneDraft(nn.Module):
         }
         cast: dict[
             int, Tensor
-        ] = {}  # by address, so that tied weights stay one tensor and are stored once
+        ] = {}  # keyed by address, so that tied weights stay one tensor and are stored once
         state = {
             name: cast.setdefault(
                 tensor.data_ptr(), tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -131,7 +131,7 @@ class StandaloneDraft(nn.Module):
             for name, tensor in weights.items()
         }
         self.model.save_pretrained(folder, state_dict=state)
-        self.model.config.dtype = dtype  # save_pretrained wrote the type used in training
+        self.model.config.dtype = dtype  # save_pretrained wrote the dtype used in training
         self.model.config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
@@ -173,7 +173,7 @@ class StandaloneDraft(nn.Module):
         ]
 
     def _attention(self, batch: Batch) -> dict[str, Any]:
-        """Make the arguments that confine attention to each document.
+        """Create the arguments that confine attention to each document.
 
         They are ranges of keys if the model accepts these, and otherwise a mask.
         """
@@ -182,7 +182,7 @@ class StandaloneDraft(nn.Module):
         return {"attention_mask": self._mask(batch)}
 
     def _mask(self, batch: Batch) -> Tensor | dict[str, Tensor]:
-        """Make the mask for each document and window, which replaces the model's own masks."""
+        """Create the mask for each document and window, which replaces the model's own masks."""
         mask_B1TT, window = attention_mask(batch), getattr(self._config, "sliding_window", None)
         if not window or window >= batch.input_ids_BT.shape[1]:
             return self._for_scores(mask_B1TT)
@@ -205,7 +205,7 @@ class StandaloneDraft(nn.Module):
 
 
 def make_draft(init: Init, target: Any, tokenizer: Any, seed: int = 0) -> StandaloneDraft:
-    """Make the draft described by `init`, identical at every call and on every rank.
+    """Create the draft described by `init`, identical at every call and on every rank.
 
     It is in float32, because bf16's 8 bits are too few for AdamW's small steps. `tokenizer` is the
     target's, and `seed` determines random weights.
@@ -276,7 +276,7 @@ def from_checkpoint(
 
 
 def prune_layers(target: Any, layers: Sequence[int]) -> StandaloneDraft:
-    """Make a draft from the target's `layers` (0 is the first), embeddings, final norm and head.
+    """Create a draft from the target's `layers` (0 is the first), embeddings, final norm and head.
 
     All weights are copied.
 
@@ -306,7 +306,7 @@ def prune_layers(target: Any, layers: Sequence[int]) -> StandaloneDraft:
             setattr(config, key, sum(layer < value for layer in layers))
         elif (
             "layer" in key and isinstance(value, list) and len(value) == total
-        ):  # an entry for each layer
+        ):  # has one entry for each layer
             setattr(config, key, [value[layer] for layer in layers])
     config.num_hidden_layers = len(layers)
     draft = new_model(config, target.dtype)
@@ -320,10 +320,10 @@ def prune_layers(target: Any, layers: Sequence[int]) -> StandaloneDraft:
         state |= {f"{prefix}.{new}.{name}": tensor for name, tensor in layer.items()}
     try:
         draft.load_state_dict(state)
-    except RuntimeError:  # a config that counts layers in yet another way
+    except RuntimeError:  # the config counts layers in yet another way
         kinds = (
-            f"layers {list(layers)} of {type(target).__name__} are of other kinds at their new "
-            "places"
+            f"layers {list(layers)} of {type(target).__name__} would be of different "
+            "kinds at their new positions"
         )
         raise ValueError(
             f"{kinds}: choose different layers, or start from draft.num_layers"
@@ -333,7 +333,7 @@ def prune_layers(target: Any, layers: Sequence[int]) -> StandaloneDraft:
 
 
 def from_config(target_config: Any, *, num_layers: int, hidden_size: int) -> StandaloneDraft:
-    """Make a new, randomly initialised draft with Llama's architecture.
+    """Create a new, randomly initialised draft with Llama's architecture.
 
     It has the target's vocabulary, context window and special ids.
 

@@ -49,7 +49,8 @@ class StepMemory:
         assert rows_BN is None or batch.shared is None, "ranks choose no rows of a shared batch"
         self._prefixes, self._rows_BN, self._shared = prefixes_of(batch), rows_BN, batch.shared
         self._window = window
-        self._of_first: dict[int, Prefixes] = {}  # of the first n rows, sorted once for all `after`
+        # Prefixes of the first n rows, sorted once for all calls of `after`.
+        self._of_first: dict[int, Prefixes] = {}
         self.pairs: list[tuple[Tensor, Tensor]] = []  # Keys and values of each call, [B, G, T, E].
 
     def after(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> StepMemory:
@@ -62,7 +63,7 @@ class StepMemory:
 
     def attend(self, q_BHTE: Tensor, k_BGTE: Tensor, v_BGTE: Tensor, scale: float) -> Tensor:
         q, k, v = _prepare(q_BHTE, k_BGTE, v_BGTE)
-        if not self.pairs:  # later keys are of the row itself
+        if not self.pairs:  # later calls add keys only of the row itself
             k, v = gather_keys(self._shared, k, v)
         self.pairs.append((k, v))
         # The first pair contains the keys of every row, [B, G, T, E]. A later pair contains one key

@@ -36,7 +36,7 @@ class BlockMask:
         *,
         first_ahead: int = 1,
     ) -> BlockMask:
-        """Make the mask for blocks that read the context up to row `rows_BA`, ascending.
+        """Create the mask for blocks that read the context up to row `rows_BA`, ascending.
 
         The context is limited to that row's document and to the window of `view`. The first slot is
         `first_ahead` positions after the row.

@@ -28,7 +28,8 @@ from redraft.heads.nn.precision import product_dtype
 from redraft.heads.nn.prefix import Prefixes, attend
 from redraft.heads.nn.shares import gather_keys, prefixes_of
 
-PREFIX_ATTENTION = "redraft_prefixes"  # in transformers; without prefixes it is SDPA's
+# Name of our attention in transformers; without prefixes, it is SDPA.
+PREFIX_ATTENTION = "redraft_prefixes"
 
 PLAIN_ATTENTION = (
     "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "olmo2", "olmoe", "phi3",
@@ -99,7 +100,7 @@ def final_norm(model: Any) -> nn.Module:
 def require_parts(model: Any, *, layers: bool, norm: bool, shared_passes: bool) -> None:
     """Refuse a causal LM without the parts that a head reads.
 
-    Raises as `decoder_layers`, `final_norm` and `require_shared_passes`.
+    Raises the same errors as `decoder_layers`, `final_norm` and `require_shared_passes`.
     """
     if shared_passes:
         require_shared_passes(model)

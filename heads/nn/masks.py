@@ -27,8 +27,8 @@ def check_mask_token(mask_token_id: int | None, num_embeddings: int) -> None:
 def choose_mask_token(target: TargetFolder, num_embeddings: int) -> int:
     """Choose a token for the empty slots.
 
-    It is the token of the first row that the tokenizer does not use, or else the padding token.
-    `num_embeddings` is the number of rows in the target's table.
+    It is the token of the first row that the tokenizer does not use, or otherwise the padding
+    token. `num_embeddings` is the number of rows in the target's table.
 
     Raises:
         ValueError: neither is available.
@@ -46,7 +46,7 @@ def choose_mask_token(target: TargetFolder, num_embeddings: int) -> int:
     return pad_id
 
 
-TURN = 1327217885  # 2^31 / golden ratio: multiples spread evenly around a circle
+TURN = 1327217885  # 2^31 / golden ratio, whose multiples spread evenly around a circle
 
 
 def choose_rows(batch: Batch, has_label_BT: Tensor, count: int) -> Tensor:

@@ -3,7 +3,7 @@
 It never builds a mask of rows by keys.
 
     row n of the batch     sees the keys `start[n] <= t < end[n]`, e.g. its document up to itself,
-                           and its own ones: those of the same row at other draft steps, or those of its block
+                           and its own keys: those of the same row at other draft steps, or those of its block
     total                  one softmax over both: the parts are merged by log sum exp
 
 The range has one form for CPUs (PyTorch's flash kernel, document by document or in blocks of rows)
@@ -28,7 +28,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from redraft.heads.nn.precision import autocast_kind
 
-ROWS_A_BLOCK = 256  # on a CPU, if rows are not whole documents; as many in the mask
+# Number of rows per block on a CPU, if rows are not whole documents; the mask has as many.
+ROWS_A_BLOCK = 256
 FLEX_BLOCK = 128
 
 MAX_GRAPHS = 256
@@ -51,7 +52,7 @@ class Prefixes:
     can be used.
     """
     uses_flex: bool
-    """Whether to use the form for GPUs."""
+    """Whether to use FlexAttention, the form for GPUs."""
     order_BN: Tensor | None = None
     """int64. Entry n of the ranges belongs to query row `order_BN[n]`, or to row n if it is None.
     Rows that are neighbours in the text share blocks of keys, and a kernel computes a block for all
@@ -106,7 +107,7 @@ class Prefixes:
             return self._narrowed(window, ahead)
         if window <= ahead:
             raise ValueError(f"a window of {window} positions does not cover {ahead} draft tokens")
-        # The host knows the length of the rows, but not of their documents.
+        # The length of the rows is available on the host, but not the length of their documents.
         if self.is_whole and window >= self.start_BN.shape[1] + ahead:
             return self
         # Computed once for all layers with this window.
@@ -321,7 +322,7 @@ class _Blocks:
         """left @ right.T in each block, [B, G, R, A, S, S]."""
         if (
             self.num_slots == 1
-        ):  # a product of a row and a column: one pass instead of a matmul for each row
+        ):  # a product of a row and a column, in one pass instead of a matmul for each row
             return (left * right).sum(-1, keepdim=True)
         return left @ right.mT.to(left.dtype)
 
@@ -597,7 +598,7 @@ def block_mask(start_BN: Tensor, end_BN: Tensor, num_keys: int) -> BlockMask:
     It builds no mask of rows by keys.
     """
     last = -start_BN.shape[1] % FLEX_BLOCK
-    start, end = (  # the last block is filled up with the last row
+    start, end = (  # pad the last block with the last row
         torch.cat([x, x[:, -1:].expand(-1, last)], 1).reshape(len(x), 1, -1, 1, FLEX_BLOCK)
         for x in (start_BN, end_BN)
     )
