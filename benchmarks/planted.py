@@ -255,7 +255,7 @@ FAULTS: tuple[Fault, ...] = (
     # --- layers of the target
     Fault(name="aux layers off by one", plant=set_config(eagle_aux_hidden_state_layer_ids=[1, 3, 6]),
           ours="the head was trained on [2, 4, 7]: off by one",
-          theirs="the head was trained on the aux layers [2, 4, 7], and is fed [1, 3, 6]"),
+          theirs="the head was trained on the aux layers [2, 4, 7], but the engine feeds it [1, 3, 6]"),
     Fault(name="aux layers descending", plant=set_config(eagle_aux_hidden_state_layer_ids=[7, 4, 2]),
           ours="[7, 4, 2] are not distinct ascending layers", theirs="[7, 4, 2] are not distinct ascending layers"),
     Fault(name="aux layers in another order in fc", plant=change_tensor("fc.weight", reorder_blocks((2, 0, 1))),

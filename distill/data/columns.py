@@ -34,9 +34,10 @@ ANSWERS = ("completion", "response", "output", "answer", "chosen")
 SYSTEMS = ("system", "system_prompt", "system_message")
 HISTORY = "history"
 TOOLS = ("tools", "functions", "available_tools")
-ARGUMENTS = "chat_template_kwargs"  # of the request that got the answers, as TRL names it
+# TRL's name for the template arguments of the request that produced the answers.
+ARGUMENTS = "chat_template_kwargs"
 TOKEN_IDS = "token_ids"  # Column of `redraft regenerate` with the ids that a server returned.
-OURS = ("key", "settings")  # Columns of `redraft regenerate` about its own run.
+OURS = ("key", "settings")  # Columns in which `redraft regenerate` describes its own run.
 
 
 @dataclass(kw_only=True)
@@ -99,7 +100,7 @@ class RowReader:
         return self._with_system(messages), tools
 
     def is_cut(self) -> bool:
-        """Whether the server cut the row's last answer."""
+        """Whether the server truncated the row's last answer."""
         cut = isinstance(self.row.get("cut"), bool) and self.take(("cut",))
         reasons = [found for name in FINISHES if (found := self.take((name,)))]
         return bool(cut and cut[1]) or any(is_cut_reason(reason) for _, reason in reasons)
@@ -119,7 +120,7 @@ class RowReader:
         return dict(value or {})
 
     def token_turns(self, num_answers: int) -> list[StoredTurn]:
-        """Return the ids of all answers as `redraft regenerate` wrote them, or else an empty list.
+        """Return the ids of all answers as `redraft regenerate` wrote them, or an empty list.
 
         Raises:
             UnusableRowError: they are incomplete.
@@ -143,7 +144,7 @@ class RowReader:
         label = str(found[1]).lower() if found and isinstance(found[1], bool | str) else ""
         if label == "false":
             raise UnusableRowError("with a label of false")
-        if found and label != "true":  # a number or a name is no verdict
+        if found and label != "true":  # a number or a name is not a verdict
             self.used.remove("label")
         refuse_media(column for column, value in self.row.items() if value)
 

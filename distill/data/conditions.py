@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from redraft.distill.data.reasoning import ReasoningForm
 from redraft.distill.data.template import Arguments
 
-SWITCH = re.compile(r"/(?:no_?)?think\b")  # words in a prompt that templates read as a switch
+SWITCH = re.compile(r"/(?:no_?)?think\b")  # words in a prompt that templates interpret as a switch
 ASCII_WORD = re.compile(r"(?<![\\\w])[a-zA-Z0-9]+(?!\w)", re.ASCII)
 
 
@@ -40,7 +40,7 @@ class Content:
     call_names: tuple[str, ...]
     """Names of functions and arguments, each repeated as often as it must appear."""
     is_ended: bool
-    """Whether the answer ended by itself instead of at a length limit."""
+    """Whether the answer ended with an end token instead of at a length limit."""
 
 
 def broken_condition(
@@ -64,12 +64,12 @@ def broken_condition(
     if any(written.count(name) < count for name, count in Counter(content.call_names).items()):
         return "with tool calls that the chat template leaves out"
     if not is_in(content.said, written):
-        is_beside = "text beside tool calls" if content.call_names else "text"
+        is_beside = "text in addition to tool calls" if content.call_names else "text"
         return f"with {is_beside} that the chat template leaves out"
     if content.is_ended and ends is not None and not end:
         return "whose end in the chat template does not end generation"
     if not content.is_ended and end:
-        return "with an end of turn, though cut at a length limit"
+        return "with an end of turn, although it was truncated at a length limit"
     if any(text in written for text in ends or ()):
         return "with a stop token inside"
     if broken := broken_thought(turn, content, form):
@@ -82,7 +82,7 @@ def broken_condition(
 
 
 def missing_question(prompt: str, content: Content) -> str | None:
-    """Return the reason if a prompt lacks text on which the answer depends, or else None."""
+    """Return the reason if a prompt lacks text on which the answer depends, otherwise None."""
     for name, text in (
         ("question", content.question),
         *(("system prompt", text) for text in content.systems),
@@ -95,7 +95,7 @@ def missing_question(prompt: str, content: Content) -> str | None:
 
 
 def broken_thought(turn: Turn, content: Content, form: ReasoningForm | None) -> str | None:
-    """Return the reason if the tags in prompt and answer do not form one thought, or else None."""
+    """Return the reason if the tags in prompt and answer do not form one thought, or None."""
     if form is None or _thinks_once(turn, content, form):
         return None
     return "whose reasoning does not open and close once after the prompt"
@@ -130,7 +130,7 @@ def _thinks_once(turn: Turn, content: Content, form: ReasoningForm) -> bool:
         form.pattern.findall(form.trailing_tags(turn.prompt)),
         form.pattern.findall(answer),
     )
-    if closing in before:  # the server starts after the thought
+    if closing in before:  # the server starts the answer after the thought
         return not written and not content.thought
     if not said and not content.is_ended and before + written == [opening]:
         return True  # cut while it thought

@@ -37,7 +37,8 @@ from redraft.distill.data.template import Arguments
 from redraft.files.setting_error import SettingError
 
 MADE = {"stdlib": stdlib_conversations, "stdlib-functions": function_questions}  # from no file
-MIN_SHARED_CHARS = 80  # An answer longer than this in two conversations is a copy, not chance.
+# An answer longer than this that occurs in two conversations is a copy, not a coincidence.
+MIN_SHARED_CHARS = 80
 
 
 class Conversation(TypedDict):
@@ -86,7 +87,7 @@ def split_key(conversation: Conversation) -> str:
 
 @dataclass(kw_only=True)
 class Overlap:
-    """Counts of text that is not trained on, because it occurs twice or also in the other part."""
+    """Counts of text that is not trained on, because it is repeated or is also held out."""
 
     held_out_answers: int = 0
     """Number of distinct held-out answers longer than MIN_SHARED_CHARS."""
@@ -99,12 +100,12 @@ class Overlap:
 
     def __str__(self) -> str:
         found = (
-            f"{self.shared_answers:,} of {self.held_out_answers:,} held-out answers stood in "
-            "training word for word"
+            f"{self.shared_answers:,} of {self.held_out_answers:,} held-out answers also occur "
+            "word for word in training"
         )
         return (
-            f"{found}; {self.sharing:,} conversations with them and {self.repeated:,} repeated "
-            "ones taken out"
+            f"{found}; removed {self.sharing:,} conversations with them and {self.repeated:,} "
+            "repeated ones"
         )
 
 

@@ -1,4 +1,4 @@
-"""Make conversations from the Python standard library.
+"""Create conversations from the Python standard library.
 
 Their text has two domains, and is available in every Python installation.
 
@@ -21,12 +21,13 @@ from pathlib import Path
 
 MAX_ANSWER_CHARS = 900
 """Maximum length of an answer, about 250 tokens of the small target's tokenizer. Answers are short
-enough to end by themselves, as in a chat.
+enough to be complete, as in a chat.
 """
 
 MIN_ANSWER_CHARS = 80
 MAX_TURNS = 3
-MAX_DOCSTRING_CHARS = 600  # longer ones are cut at the end of a line: a prompt teaches nothing
+# Longer prompts are cut at the end of a line, because nothing is learned from a prompt.
+MAX_DOCSTRING_CHARS = 600
 
 Conversation = dict[str, object]
 
@@ -93,7 +94,7 @@ def _questions(root: Path) -> tuple[tuple[str, str, str], ...]:
 
 
 def _modules(root: Path) -> Iterator[tuple[str, ast.Module, str]]:
-    """Yield (name, syntax tree, source) for each of the library's modules, without tests."""
+    """Yield (name, syntax tree, source) for each of the library's modules, except tests."""
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
         if {"site-packages", "test", "tests", "idle_test", "encodings", "lib2to3"} & set(
@@ -103,7 +104,8 @@ def _modules(root: Path) -> Iterator[tuple[str, ast.Module, str]]:
         try:
             source = path.read_text(encoding="utf-8")
             tree = ast.parse(source)
-        except (SyntaxError, UnicodeDecodeError):  # a few files are broken or Latin-1 on purpose
+        # A few files are deliberately broken or in Latin-1.
+        except (SyntaxError, UnicodeDecodeError):
             continue
         yield ".".join(relative.with_suffix("").parts).removesuffix(".__init__"), tree, source
 

@@ -1,7 +1,4 @@
-"""The date that some chat templates write.
-
-A run has one date, and keeps it when it is resumed.
-"""
+"""The date that some chat templates contain. A run has one date, and keeps it when it is resumed."""
 
 import datetime
 from pathlib import Path

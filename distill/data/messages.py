@@ -15,9 +15,10 @@ cut it, and `unlearned`. A tool result has `name` or `tool_call_id` if the data 
 several texts also has `parts`, a list of these texts.
 """
 
-Tool = dict[str, Any]  # a function as vLLM gives it to a chat template: `type`, `function`
+Tool = dict[str, Any]  # a function as vLLM passes it to a chat template, with `type` and `function`
 
-TEXT_ROLE = "text"  # a plain document: past the chat template, all its tokens are labels
+# Role of a plain document, which bypasses the chat template and whose tokens are all labels.
+TEXT_ROLE = "text"
 
 ROLES = {
     **dict.fromkeys(("human", "prompter"), "user"),
@@ -32,7 +33,7 @@ CALL_KEYS = ("tool_calls", "function_call")
 ROLE_KEYS = ("role", "from")
 TEXT_KEYS = ("content", "value", "text")
 NAMES = ("name", "tool_call_id")  # Keys of a tool's result about its call.
-TOOL_KEYS = ("tools", "functions")  # keys of a system prompt with tools, in ChatGLM's data
+TOOL_KEYS = ("tools", "functions")  # keys that contain tools in a system prompt, in ChatGLM's data
 
 MEDIA = re.compile(
     r"(image|img|picture|video|audio)s?(_(path|url|file|base64|b64|bytes?)s?)?|pixel_values"
@@ -40,7 +41,8 @@ MEDIA = re.compile(
 """Columns and message keys for media, with a description of their content."""
 
 SPEAKERS = ("system", "user", "assistant", "tool")
-TEXT_PARTS = ("text", "input_text", "output_text")  # types of content parts with text, in both APIs
+# Types of content parts that contain text, in both APIs.
+TEXT_PARTS = ("text", "input_text", "output_text")
 
 PARAMETER_KEYS = ("parameters", "input_schema")
 """Keys of a tool definition that contain the schema of its arguments, in OpenAI's and in
@@ -330,7 +332,7 @@ def read_text(content: Any) -> str:
     if isinstance(content, list):
         content = "\n".join(
             _texts(content)
-        )  # as vLLM joins the parts for a template that reads text
+        )  # vLLM joins the parts in the same way for a template that reads text
     if _is_whole_number(content):
         return str(content)
     if not isinstance(content, str):
@@ -347,7 +349,7 @@ def _texts(parts: list[Any]) -> list[str]:
 
 
 def with_parts(message: Message) -> Message:
-    """Return the message in the form that a request has.
+    """Return the message in the form that requests use.
 
     Several texts in the content stay separate parts, because some templates read them one by one.
     """
@@ -464,7 +466,7 @@ def require_json(value: Any) -> None:
     """
     try:
         json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # half of an emoji, cut by a tool that counts UTF-16 units
+    except UnicodeEncodeError:  # e.g. half of an emoji, cut by a tool that counts UTF-16 units
         raise UnusableRowError("with an incomplete character", "an unpaired surrogate") from None
     except TypeError as error:
         raise UnusableRowError("with a value that JSON does not have", str(error)) from None

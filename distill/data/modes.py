@@ -6,14 +6,20 @@ This module does not import transformers, because the learner names modes before
 from collections.abc import Mapping
 from typing import Any
 
-SWITCHES = ("enable_thinking", "thinking")  # arguments by which a request switches the reasoning
+# Arguments with which a request switches the reasoning on or off.
+SWITCHES = ("enable_thinking", "thinking")
 EFFORT = "reasoning_effort"
-EFFORTS = ("high", "xhigh", "max", "medium", "low")  # its levels, the first is tried first
-NO_EFFORTS = ("none", "no_think", "off")  # its levels at which a target does not think
+# Levels of the effort argument, in the order in which they are tried.
+EFFORTS = ("high", "xhigh", "max", "medium", "low")
+# Levels of the effort argument at which a target does not think.
+NO_EFFORTS = ("none", "no_think", "off")
 
 
 def name_mode(arguments: Mapping[str, Any]) -> str:
-    """Return the thinking mode that a request's arguments ask for, in words. Empty if none."""
+    """Return the thinking mode that a request's arguments select, in words.
+
+    Empty if they select none.
+    """
     # Check this first, because vLLM adds `enable_thinking` to an effort.
     if (effort := arguments.get(EFFORT)) in (*EFFORTS, *NO_EFFORTS):
         return f"effort {effort}"

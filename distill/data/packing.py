@@ -24,7 +24,7 @@ def pack(lengths: Sequence[int], capacity: int, seed: int) -> list[list[int]]:
         ValueError: a sample exceeds `capacity`.
     """
     rows: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (free tokens, row) of all rows with free tokens, ascending
+    rooms: list[tuple[int, int]] = []  # (free tokens, row) for all rows with free tokens, ascending
     for index in np.random.default_rng(seed).permutation(len(lengths)).tolist():
         length = lengths[index]
         if length > capacity:

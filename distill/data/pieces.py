@@ -104,8 +104,8 @@ def _find_borders(tokenizer: Any) -> tuple[re.Pattern[str], frozenset[str]]:
     Both match nothing if the text next to a token decides whether the tokenizer matches it.
     """
     added = list(tokenizer.added_tokens_decoder.values())
-    # These are searched for in the unmodified text. A tokenizer written in Python searches for all
-    # of them there.
+    # The tokenizer matches these tokens in the unmodified text. A tokenizer written in Python
+    # matches all special tokens there.
     first = [token for token in added if not token.normalized or not tokenizer.is_fast]
     none: tuple[re.Pattern[str], frozenset[str]] = re.compile("(?!)"), frozenset()
     if any(token.single_word for token in first) or getattr(

@@ -1,4 +1,4 @@
-"""Run chunks of work in processes, each with a tool that it makes once."""
+"""Run chunks of work in processes, each of which creates its tool once."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def map_in_processes(
         RuntimeError: a process was killed.
     """
     cores = min(count_cores() if cores is None else cores, MAX_PROCESSES)
-    tool = make()  # also if the chunks go to processes, so that a wrong argument shows here
+    tool = make()  # made here even if processes do the work, so that a wrong argument raises here
     if cores < 2 or len(chunks) < MIN_CHUNKS:
         yield from (work(tool, chunk) for chunk in chunks)
         return
@@ -61,10 +61,10 @@ def map_in_processes(
 def _start(work: Callable[[Any, Any], Any], make: Callable[[], Any], parent: int) -> None:
     global _tool
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
+    if os.getppid() != parent:  # the process died before the line above
         os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each process has a core
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread, because each process has one core
     _tool = (work, make())
 
 

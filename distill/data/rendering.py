@@ -55,7 +55,7 @@ class Renderer:
         day: datetime.date | None = None,
         ends: Collection[int] | None = None,
     ) -> None:
-        """Take `day`, the date for a template that writes today's date.
+        """Set up a renderer. `day` is the date for a template that writes today's date.
 
         `ends` are the stop ids. Without them, the first special token after an answer is its end.
         """
@@ -106,7 +106,7 @@ class Renderer:
             )
         except jinja2.TemplateError:
             raise
-        except Exception as error:  # a template is a program
+        except Exception as error:  # a template is a program, and can raise any error
             raise jinja2.TemplateError(
                 f"{type(error).__name__}: {error}{_hint(error, messages)}"
             ) from error
@@ -178,8 +178,8 @@ class Renderer:
         self, messages: Sequence[Message], conversation: Conversation, keep: Callable[[Turn], T]
     ) -> tuple[list[T], Counter[str]]:
         cut = len(messages) - 1 if conversation.get("cut") else None
-        # The context is as a client sends it back. The writer gets the answer as the model wrote
-        # it.
+        # The context is as a client sends it back. The writer receives the answer as the model
+        # wrote it.
         context = [self.as_context(message) for message in messages]
         turns, refused = [], Counter[str]()
         given = self.known_arguments(conversation)
@@ -243,7 +243,7 @@ class Renderer:
 
     @cached_property
     def _asked_thought(self) -> dict[str, bool | None]:
-        """Whether the prompt for each entry of `arguments` asks for a thought.
+        """Whether the prompt for each entry of `arguments` switches reasoning on.
 
         The value is None if the prompt for a short question does not show it. The prompts are
         compared, because the default equals one of the other settings, and some arguments change
@@ -315,7 +315,7 @@ class Renderer:
             return message
         thought, said, form = split
         if self.reads_reasoning_from == "fields" or self.reasoning_form in (None, form):
-            return self.as_context(message)  # in the content, unchanged to the last space
+            return self.as_context(message)  # keep the content unchanged, including spaces
         return without_reasoning(message, self.reasoning_form.write(thought, said))
 
     def through_end(self, tail: str) -> str:

@@ -33,9 +33,10 @@ if TYPE_CHECKING:
 SPLITS = "dataset_dict.json"  # File of `save_to_disk` with the names of splits.
 COMPRESSIONS = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}
 """The first bytes of a compressed file, by suffix."""
-ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream of record batches
+ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # end of a stream of record batches
 BATCH_ROWS = 1000
-ZSTD_BLOCK = 1 << 14  # Small, because a block may grow ten thousandfold.
+# Number of compressed bytes read at a time. Small, because a block may grow ten thousandfold.
+ZSTD_BLOCK = 1 << 14
 OTHER_PACKED = (".bz2", ".xz", ".zip", ".7z", ".tar", ".tgz", ".lz4", ".br")
 TABLES = (".jsonl", ".ndjson", ".json", ".parquet")
 TEXTS = (".txt", ".md")
@@ -115,8 +116,8 @@ def _is_on_hub(source: str) -> bool:
     path = Path(source)
     if table_format(path) is None and path.is_file():
         cure = (
-            f"give its folder, {path.parent}, to train on texts; write prompts to a .jsonl file, "
-            'a line {"prompt": ...} each'
+            f"give its folder, {path.parent}, to train on texts; write prompts to a "
+            '.jsonl file, one line {"prompt": ...} per prompt'
             if table_format(path, TEXTS)
             else f"unpack it, or pack it as {' or '.join(COMPRESSIONS)}"
             if path.suffix.lower() in OTHER_PACKED
@@ -133,9 +134,10 @@ def is_saved(folder: Path) -> bool:
 
 
 def _load_saved(folder: Path, split: str) -> datasets.Dataset:
-    import datasets  # takes a second: not for --help
+    import datasets  # imported here, because it takes a second, too long for --help
 
-    for file in folder.rglob("*.arrow"):  # pyarrow reads one cut between two batches as whole
+    # Pyarrow reads a stream that was cut between two batches as complete.
+    for file in folder.rglob("*.arrow"):
         with file.open("rb") as data:
             data.seek(max(0, file.stat().st_size - len(ARROW_END)))
             if data.read() != ARROW_END:
@@ -162,7 +164,7 @@ def find_files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def folder_domain(folder: Path, file: Path) -> str:
-    """Return the first folder between `folder` and a file that names no split, or else `all`."""
+    """Return the first folder between `folder` and a file that names no split, or `all`."""
     names = file.relative_to(folder).parts[:-1]
     return next((name for name in names if not is_split(name)), "all")
 
@@ -220,7 +222,7 @@ def open_plain(path: Path) -> Iterator[BinaryIO]:
             refuse_pointer(path, start)
             compression = _find_compression(path, start)
             if compression == ".gz":
-                if not path.stat().st_size:  # read as the end of a whole file
+                if not path.stat().st_size:  # some readers treat this as the end of a complete file
                     raise EOFError("it is empty")
                 yield cast(BinaryIO, gzip.GzipFile(fileobj=file))
             elif compression == ".zst":
@@ -336,7 +338,8 @@ def _json_lines(file: Iterable[bytes]) -> Iterator[Row]:
             yield Row(place, UnusableRowError("not JSON", f"{error.msg} at character {error.pos}"))
         except UnicodeDecodeError as error:
             yield Row(place, UnusableRowError("not UTF-8", f"{error.reason} at byte {error.start}"))
-        except (ValueError, RecursionError) as error:  # a number of 5,000 digits, 5,000 brackets
+        # e.g. a number of 5,000 digits, or 5,000 brackets.
+        except (ValueError, RecursionError) as error:
             yield Row(place, UnusableRowError("not readable as JSON", str(error)))
         else:
             yield Row(
@@ -365,7 +368,7 @@ def _load_hub(source: str, split: str) -> datasets.Dataset:
     The data set is named `owner/name`, or `owner/name:config` if it has several configs.
     """
     name, _, config = source.partition(":")
-    import datasets  # takes a second: not for --help
+    import datasets  # imported here, because it takes a second, too long for --help
 
     try:
         return datasets.load_dataset(name, config or None, split=split)

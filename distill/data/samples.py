@@ -65,7 +65,7 @@ class SampleStats:
     """Number of conversations cut at a turn because the next answer ends beyond the window.
     """
     truncated: int = 0
-    """Number of answers cut at the window because there is no earlier turn to cut at."""
+    """Number of answers truncated at the window because there is no earlier turn to cut at."""
     left_out: int = 0
     """Number of answers omitted because they end beyond the window, after other answers of the same
     conversation.
@@ -81,7 +81,7 @@ class SampleStats:
     lone_tokens: int = 0
     """Number of plain texts whose last token is alone in a window, with nothing to learn."""
     refused_answers: Counter[str] = field(default_factory=Counter)
-    """Number of answers that are used as context only, by reason."""
+    """Number of answers that are used only as context, by reason."""
     examples: dict[str, str] = field(default_factory=dict)
     """The first question whose answer was refused, for each reason."""
     arguments: Counter[str] = field(default_factory=Counter)
@@ -154,7 +154,7 @@ class SampleStats:
             f"labels beyond the window left out, {self.share_beyond:.1%} of all": self.labels_beyond,
             "conversations with token ids of a different tokenizer, tokenised again": self.foreign_ids,
             "tokens of plain text left out, alone in a window": self.lone_tokens,
-            "plain texts with special tokens, all learned, a user's turns too: give `messages`": self.marked_texts,
+            "plain texts with special tokens, trained on in full, even user turns: give `messages`": self.marked_texts,
         }
         return (f"{count:,} {loss}" for loss, count in counts.items() if count)
 
@@ -163,7 +163,7 @@ class SampleStats:
             f"{self.conversations:,} conversations: {self.samples:,} samples, {self.tokens:,} "
             "tokens"
         )
-        exact = [f"{self.exact:,} answers by the server's token ids"] if self.exact else []
+        exact = [f"{self.exact:,} answers use the server's token ids"] if self.exact else []
         return "; ".join([f"{size} ({self.labels:,} labels)", *exact, *self.losses()])
 
 
@@ -254,8 +254,8 @@ def held_out_prompts(
     prompt, so they would count the same evidence again. Prompts longer than `max_length` tokens are
     excluded too, and plain documents have no prompt. One line is printed with the number of
     excluded prompts for each reason. `template_options` and `day` are as in `stream_samples`. By
-    default, a prompt uses its conversation's own arguments, or else the arguments of most answers.
-    If the prompts then ask for several thinking modes, each domain is split by mode.
+    default, a prompt uses its conversation's own arguments, or otherwise the arguments of most
+    answers. If the prompts then use several thinking modes, each domain is split by mode.
 
     Raises:
         ValueError: no prompt is left.
@@ -413,7 +413,7 @@ def _decode(turn: StoredTurn, tokenizer: Any) -> str:
 
 
 def _has_written(text: str, answer: Message) -> bool:
-    """Whether a decoded answer equals the data's, so that both come from the same tokenizer."""
+    """Whether a decoded answer equals the data's, i.e. both come from the same tokenizer."""
     said = [part for part in (answer["content"], answer.get("reasoning", "")) if part.strip()]
     names = [call["function"]["name"] for call in answer.get("tool_calls", ())]
     return bool(text) and all(is_in(part, text) for part in said or names)
@@ -471,7 +471,8 @@ def _documents(
             num_left_out += 1
             stats.labels_beyond += len(answer)
             continue
-        if grows and documents:  # else the template rewrote an earlier turn: a new sample
+        # Otherwise, the template rewrote an earlier turn, so a new sample begins.
+        if grows and documents:
             mask[: len(ids)] = documents.pop()[1]
         num_truncated += room < len(answer)
         stats.labels_beyond += max(0, len(answer) - room)

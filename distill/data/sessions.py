@@ -1,4 +1,4 @@
-"""Sessions with tools: the token ids of their turns, and tool results that fit a target's calls.
+"""Sessions with tools: the token ids of their turns, and tool results that match a target's calls.
 
 P = tokens of a prompt, A = tokens of an answer
 """
@@ -104,7 +104,7 @@ def take_results(messages: Sequence[Message]) -> list[Message]:
 def fit_results(
     answer: Message, recorded: Message, results: Sequence[Message]
 ) -> list[Message] | str:
-    """Fit the recorded results to the target's calls, or return the reason why they do not fit.
+    """Match the recorded results to the target's calls, or return the reason why they do not match.
 
     `recorded` is the message that the data has in place of the target's `answer`. The returned
     results refer to the target's calls, and are in the order of these calls.
@@ -113,7 +113,7 @@ def fit_results(
     reasons = {
         "where the target calls a tool and the data does not": ours and not theirs,
         "where the data calls a tool and the target does not": theirs and not ours,
-        "where the target makes another call": _functions(ours) != _functions(theirs),
+        "where the target makes a different call": _functions(ours) != _functions(theirs),
         "where the data has no result of a call": len(results) < len(theirs),
         "where the data has a result without a call": len(results) > len(theirs),
     }

@@ -51,7 +51,7 @@ def choose_files(
 
 
 def _find_split(asked: str, splits: Collection[str]) -> str | None:
-    """Return the requested split, or else the only split of its kind, e.g.
+    """Return the requested split, or otherwise the only split of its kind, e.g.
 
     `train` for `train_sft`.
     """
@@ -64,7 +64,7 @@ def is_split(name: str) -> bool:
 
 
 def _name_split(path: Path, asked: str) -> str | None:
-    """Return the split in a file's name, or else in the name of a folder above it.
+    """Return the split in a file's name, or otherwise in the name of a folder above it.
 
     Return `asked` if the name begins with it.
     """
@@ -106,7 +106,7 @@ def _declared(folder: Path, files: Sequence[Path]) -> dict[Path, str]:
     for split, pattern in _patterns(main[0]["data_files"]):
         if not pattern or Path(pattern).is_absolute():
             raise ValueError(
-                f"{folder / CARD} declares {pattern!r}, which is no path in the folder"
+                f"{folder / CARD} declares {pattern!r}, which is not a path in the folder"
             )
         found |= dict.fromkeys(base.glob(pattern), split)
     return {file: found[file] for file in files if file in found}
@@ -115,11 +115,12 @@ def _declared(folder: Path, files: Sequence[Path]) -> dict[Path, str]:
 def _read_configs(card: Path) -> list[dict[str, Any]]:
     if not card.is_file():
         return []
-    from huggingface_hub import metadata_load  # takes a tenth of a second: not for --help
+    # Imported here, because it takes 0.1 s, too long for --help.
+    from huggingface_hub import metadata_load
 
     try:
         configs = (metadata_load(card) or {}).get("configs")
-    except Exception:  # not a dataset card: its YAML or its encoding is different
+    except Exception:  # the file is not a dataset card, because its YAML or its encoding is invalid
         return []
     found = configs if isinstance(configs, list) else []
     return [one for one in found if isinstance(one, dict) and one.get("data_files")]

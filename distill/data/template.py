@@ -8,7 +8,8 @@ from jinja2 import TemplateSyntaxError, meta, nodes
 
 from redraft.distill.data.modes import EFFORT, EFFORTS, NO_EFFORTS, SWITCHES
 
-FIXED = {"messages", "tools", "add_generation_prompt"}  # not a request's template arguments
+# Names that are not template arguments of a request.
+FIXED = {"messages", "tools", "add_generation_prompt"}
 
 Arguments = dict[str, Any]  # `chat_template_kwargs` of a request.
 
@@ -77,7 +78,8 @@ def _parse(template: str) -> nodes.Template:
     Raises:
         ValueError: if the template is not valid.
     """
-    from transformers.utils import chat_template_utils  # takes a second: not for --help
+    # Imported here, because it takes a second, too long for --help.
+    from transformers.utils import chat_template_utils
 
     # The environment of transformers supports its tags, e.g. `generation`.
     try:

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from redraft.distill.data.rendering import Renderer
 
 PROBE = "redraft5f1cprobe"
-"""Text that is rendered in place of a message, to find what a template writes around it. A template
-can neither trim nor parse it."""
+"""Text that is rendered in place of a message, to find the text that a template writes around it. A
+template can neither trim nor parse it."""
 
 QUESTION: list[Message] = [{"role": "user", "content": "why?"}]
 
@@ -80,7 +80,7 @@ PROBES: dict[Kind, Message] = {
     }
     for thinks, calls in itertools.product((False, True), repeat=2)
 }
-"""A short answer of each kind."""
+"""One short answer for each combination of traits."""
 
 
 class TurnWriter:
@@ -161,7 +161,7 @@ class TurnWriter:
         for choice in choices:
             try:
                 written = answer.write(choice)
-            except jinja2.TemplateError as refused:  # e.g. a template that demands tools
+            except jinja2.TemplateError as refused:  # e.g. a template that requires tools
                 error = error or refused
                 continue
             if not isinstance(written, str):
@@ -363,7 +363,7 @@ class _Answer:
             dense(found.group())
         ):
             return None
-        # Whitespace after the tags may be the answer's.
+        # Whitespace after the tags may belong to the answer.
         place = text.find(content, len(base)) if content.strip() else -1
         return found.end() if place < 0 else min(found.end(), place)
 
@@ -380,7 +380,7 @@ class _Answer:
                 prompt = prompt.rstrip() + ("\n" if prompt != prompt.rstrip() else "") + between
             elif is_open and "reasoning" in self.message and prompt.endswith(opening):
                 # If there is no line break after the opening tag, there is none around the closing
-                # tag.
+                # tag either.
                 content = opening + thought + closing + said
         written = self._strip_opening(prompt, content.lstrip())
         return Turn(
@@ -411,7 +411,7 @@ class _Answer:
         if self.is_ended:
             return text + self.writer.find_end(tail, arguments, calls=False)
         thought, said = self._parts
-        # The template closes a cut thought.
+        # The template closes a truncated thought.
         return text if said.strip() else text[: text.rfind(thought) + len(thought)]
 
     def _end_calls(self, text: str, arguments: Arguments) -> str:

@@ -41,8 +41,8 @@ target is quantised to a few bits, some tokens differ. With a different target, 
 """
 
 CURE = (
-    "the server reads the draft otherwise than training: export it for this engine again "
-    "(redraft export), and serve the exported one"
+    "the server reads the draft differently from training: export it for this engine "
+    "again (redraft export), and serve the exported draft"
 )
 
 
@@ -65,7 +65,7 @@ def check_server(pair: Pair, check: ServerCheck, facts: dict[str, str]) -> Itera
         ValueError: the server drafts nothing, or also serves other clients.
     """
     server = check.server
-    facts["server"] = f"{server.url}: {server.engine} {server.version or 'of an unnamed version'}"
+    facts["server"] = f"{server.url}: {server.engine} {server.version or 'of an unknown version'}"
     yield from find_unknown_version(server, check.known_version)
     stored, machine = StoredForecast.from_json(pair.provenance.forecast), this_machine()
     asked, notes = check.engine, list[str]()
@@ -97,7 +97,7 @@ def check_server(pair: Pair, check: ServerCheck, facts: dict[str, str]) -> Itera
     )
     served = [answer.counts for answer in answers]
     expected = [prompt.counts for prompt in told.per_prompt]
-    if server.drafts_to_the_end:  # its steps are known, and which of them drafted is not
+    if server.drafts_to_the_end:  # the number of steps is known, but not which of them drafted
         expected = [
             replace(counts, num_drafts=max(len(answer.token_ids) - 1 - counts.num_accepted, 0))
             for counts, answer in zip(expected, answers, strict=True)
@@ -108,7 +108,7 @@ def check_server(pair: Pair, check: ServerCheck, facts: dict[str, str]) -> Itera
     if told.by_context:
         facts["by context"] = f"forecast {format_contexts(told.by_context)}"
     own = own_share(signal, texts)
-    facts["text"] = f"{own:.1%} of the tokens are the most probable ones of {pair.target.name}"
+    facts["text"] = f"{own:.1%} of the tokens are {pair.target.name}'s most probable tokens"
     yield from find_other_text(own, pair)
     yield from find_dead(total)
     # In float32, and with the target's text up to the last token, the server computes as training
@@ -129,8 +129,9 @@ def find_unknown_version(server: RunningServer, known: str) -> Iterator[Finding]
     """Report a doubt if redraft's rules are for a different release than the server's."""
     if server.version and not server.version.startswith(known):
         yield Finding(
-            f"the server is {server.engine} {server.version}, and redraft's rules follow {known}",
-            "judge by the acceptance below; it needs no rules",
+            f"the server is {server.engine} {server.version}, but redraft's rules are based on "
+            f"{known}",
+            "rely on the acceptance below, which needs no rules",
             is_doubt=True,
         )
 
@@ -139,14 +140,14 @@ def find_other_text(own: float, pair: Pair) -> Iterator[Finding | str]:
     """Report a finding if the served text is not the target's, or a note if a few tokens differ."""
     if own < MIN_OWN_TEXT:
         yield Finding(
-            f"only {own:.0%} of the served tokens are the most probable ones of {pair.target.name}: "
+            f"only {own:.0%} of the served tokens are {pair.target.name}'s most probable tokens: "
             "the server serves a different target, or does not decode greedily",
             "give the served model as --target",
         )
     elif own < 1:
         yield (
-            "the server rounds otherwise or is quantised: a few tokens differ, and the forecast "
-            "reads the served text"
+            "the server rounds differently or is quantised: a few tokens differ, and the "
+            "forecast uses the served text"
         )
 
 

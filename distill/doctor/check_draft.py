@@ -64,7 +64,7 @@ def check_draft(
         (dump,) = run_engine([plan.run], engine.folder)
     except ChildProcessError as error:
         checked.findings.append(
-            Finding(str(error), "fix the problem that the engine names, or read its log")
+            Finding(str(error), "fix the problem that the engine reports, or read its log")
         )
         return checked
     judged = list(judge_dump(pair, plan, dump, checked.facts))
@@ -97,7 +97,8 @@ def _check_labels(pair: Pair, checked: Checked) -> None:
     trained = pair.provenance.label_probe
     if trained is None:
         checked.notes.append(
-            "no label_probe in its provenance: template and loss mask of training are not known"
+            "its provenance has no label_probe, so the template and loss mask used in training "
+            "are unknown"
         )
         return
     served = label_probe(pair.target.tokenizer, day_of_training(pair))
@@ -113,8 +114,8 @@ def _may_run(pair: Pair, checked: Checked) -> bool:
         return False
     if pair.family.parity is None:
         checked.notes.append(
-            f"a {pair.family.title} drafter's passes in vLLM cannot be recorded: it was not run "
-            "there"
+            f"a {pair.family.title} drafter's passes in vLLM cannot be recorded, so it "
+            "was not run there"
         )
         return False
     if checked.problems:

@@ -47,11 +47,13 @@ DEFAULT_MAX_TOKENS = 64
 # Length of a prompt with which a windowed head is compared, in addition to a prompt of three
 # windows.
 LONG_TOKENS = 12_000
-CACHE_BLOCK = 128  # Tokens of a block of vLLM's cache on a CPU; on a GPU a block has fewer.
+# Number of tokens in a block of vLLM's cache on a CPU; on a GPU, a block has fewer.
+CACHE_BLOCK = 128
 # Minimum number of the published forecast's prompts that must be available here for a comparison
 # with it.
 COMPARED_PROMPTS = 4
-MIN_PROMPTS = 4  # Prompts of the published forecast that must be here before serving is held to it.
+# Minimum number of served prompts with a published forecast for a comparison with it.
+MIN_PROMPTS = 4
 
 FALLBACK = (
     "What is the capital of France?",
@@ -87,7 +89,9 @@ class EngineCheck:
     prompts: str | None = None
     num_prompts: int = 16
     max_tokens: int | None = None
-    """Maximum answer length. Default: as in the published forecast, or else DEFAULT_MAX_TOKENS."""
+    """Maximum answer length. Default: as in the published forecast, or otherwise
+    DEFAULT_MAX_TOKENS.
+    """
     on_cpu: bool = ENGINE_IS_CPU
 
 
@@ -105,7 +109,7 @@ class Plan:
 
     @property
     def prompts(self) -> Sequence[Sequence[int]]:
-        """The prompts on which acceptance is judged."""
+        """The prompts on which acceptance is evaluated."""
         return self.run.prompts[self.num_long :]
 
 
@@ -115,7 +119,7 @@ def plan_run(
     """Plan the engine run for a draft with `num_tokens` tokens per step.
 
     Raises:
-        ValueError: the target, which this process loads to judge the run, does not fit.
+        ValueError: the target, which this process loads to evaluate the run, does not fit.
     """
     stored, machine = StoredForecast.from_json(pair.provenance.forecast), machine or this_machine()
     dtype = engine.dtype or choose_dtype(pair, stored, machine, on_cpu=engine.on_cpu)
@@ -244,7 +248,7 @@ def judge_acceptance(
 ) -> Iterator[Finding | str]:
     """Return findings and notes on acceptance.
 
-    Acceptance is judged by itself, and against the published forecast or, without one, against
+    Acceptance is evaluated by itself, and against the published forecast or, without one, against
     training.
     """
     total, known = served.total, _in_forecast(plan, served)
@@ -261,7 +265,7 @@ def judge_acceptance(
         counted, expected_counts = zip(*known, strict=True)
         is_exact = plan.stored is not None and plan.run.dtype == plan.stored.dtype == "float32"
         missed = list(find_missed_forecast(counted, expected_counts, is_exact=is_exact))
-        if not missed:  # nothing is left to find
+        if not missed:  # there is nothing more to check
             return
         yield from missed
     else:
@@ -291,7 +295,7 @@ def _in_forecast(plan: Plan, served: Served) -> list[tuple[AcceptanceCounts, Acc
 def _judge_without_forecast(
     pair: Pair, plan: Plan, counts: AcceptanceCounts
 ) -> Iterator[Finding | str]:
-    """Judge acceptance against training's tau on held-out text, if there is one."""
+    """Compare acceptance with training's tau on held-out text, if there is one."""
     yield from find_too_good(counts)
     made = pair.provenance
     measured = [entry["held_out_tau"] for entry in made.metrics if "held_out_tau" in entry]
@@ -302,7 +306,7 @@ def _judge_without_forecast(
             if plan.stored
             else "no forecast was published"
         )
-        yield f"{why}: acceptance must reach 75% of training's on held-out text"
+        yield f"{why}: acceptance must reach 75% of training's acceptance on held-out text"
         yield from find_lost_acceptance(counts, measured[-1])
     elif counts.num_drafts < MIN_DRAFTS:
         yield f"{counts.num_drafts} drafts are too few to evaluate acceptance: set --prompts"
@@ -335,7 +339,9 @@ def find_prompts(
                 load_conversations(data.source, split=data.split), data.held_out
             )
         except (ValueError, FileNotFoundError) as error:
-            notes.append(f"the data it was trained on is not here ({error}): give --prompts")
+            notes.append(
+                f"the data that it was trained on is not available ({error}): give --prompts"
+            )
             return ask_fallback(tokenizer, engine.num_prompts, day), False
     prompts = held_out_prompts(
         conversations,

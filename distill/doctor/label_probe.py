@@ -1,7 +1,7 @@
 """The training labels of a fixed conversation, recorded for a later comparison with serving.
 
 If the chat template or the tokenizer has changed, or the loss mask is shifted by one token, the
-draft has learned rows other than those it drafts. The weights do not show this.
+draft has learned rows other than those that it drafts. The weights do not show this.
 """
 
 import datetime
@@ -20,14 +20,14 @@ PROBE: Conversation = {
     "domain": "all",
 }
 
-MAX_TOKENS = 4096  # More than the probe has with any template and tokenizer.
+MAX_TOKENS = 4096  # Larger than the probe's length with any template and tokenizer.
 
 
 def label_probe(tokenizer: Any, day: datetime.date | None = None) -> dict[str, list[int]] | None:
     """Return the probe's `input_ids`, and `labels`, the positions of its training labels.
 
-    Return None without a chat template. A template that contains the date uses `day`, which is then
-    required.
+    Return None if there is no chat template. A template that contains the date uses `day`, which is
+    then required.
     """
     if tokenizer.chat_template is None:
         return None
@@ -50,12 +50,12 @@ def compare_probes(
         yield Finding(
             f"the chat template or tokenizer is not the one used in training: "
             f"the probe differs from token {position} on",
-            "serve with the chat template of training, or train the draft again with the one that "
-            "is served",
+            "serve with the chat template used in training, or train the draft again with "
+            "the served one",
         )
     elif labels != served_labels:
-        # E.g. if labels were recorded from position 12 and are served from 11, by = 1: one token
-        # late.
+        # E.g. if labels were recorded from position 12 and are served from 11, then by = 1: one
+        # token late.
         by = labels[0] - served_labels[0] if labels else 0
         side = (
             f"begin {abs(by)} tokens {'late' if by > 0 else 'early'}"
@@ -63,8 +63,8 @@ def compare_probes(
             else "cover other tokens"
         )
         yield Finding(
-            f"the loss mask of training is shifted: its labels {side} (positions {_range(labels)} "
-            f"of the probe, as served {_range(served_labels)})",
+            f"the loss mask used in training is shifted: its labels {side} (positions "
+            f"{_range(labels)} of the probe, but {_range(served_labels)} as served)",
             "train again with labels from the first token that the assistant writes to its end of "
             "turn",
         )

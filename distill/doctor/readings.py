@@ -1,11 +1,11 @@
-"""Check whether the same weights would accept more if they were read differently.
+"""Check whether more draft tokens would be accepted if the same weights were read differently.
 
 If so, the checkpoint is wrong.
 
 A converter may swap two tensors, or a config may name the wrong layers. Such a head loads, runs and
 agrees with vLLM number by number, but is poor. Its tensors do not show this, but acceptance does:
-every alternative reading is tried on the target's answers, and one that accepts clearly more is the
-right one.
+every alternative reading is tried on the target's answers, and one with clearly higher acceptance
+is the right one.
 
 V = target vocabulary, W = draft vocabulary, D = hidden, N = rows of a matrix or prompts.
 """
@@ -37,7 +37,8 @@ from redraft.heads.families.peagle import PEagle
 from redraft.heads.nn.layers import Attention, Rotary
 from redraft.heads.shape import LlamaShape
 
-MIN_GAIN = 0.05  # gain that counts, as a share of accepted tokens; an intact head only loses
+# Minimum gain that is reported, as a share of accepted tokens; an intact head only loses.
+MIN_GAIN = 0.05
 # The gain must also be large in tokens per target step, because a useless head gains any fraction
 # by chance.
 MIN_GAIN_TOKENS = 0.02
@@ -47,8 +48,9 @@ MIN_GAIN_OF_ANCHOR = 0.25
 per cent from it.
 """
 
-MAX_PERMUTED = 4  # Aux layers up to which every order is tried: 23 for 4 of them.
-MAX_MASKS = 12  # Mask tokens that are tried.
+# Maximum number of aux layers for which every order is tried: 23 other orders for 4 layers.
+MAX_PERMUTED = 4
+MAX_MASKS = 12  # Maximum number of mask tokens that are tried.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,10 +75,10 @@ def find_better_readings(
     num_tokens: int,
     device: str = "cpu",
 ) -> Iterator[Finding]:
-    """Yield a finding for the reading of the head that accepts most on the target's answers.
+    """Yield a finding for the reading with the highest acceptance on the target's answers.
 
-    There is no finding unless a reading accepts clearly more than the unchanged head. `answers` are
-    the token ids of prompts and answers.
+    There is no finding unless its acceptance is clearly higher than the unchanged head's. `answers`
+    are the token ids of prompts and answers.
     """
     texts = [
         Continuation(prompt=Prompt(token_ids=list(prompt)), output_ids=list(output), beyond_ids=[])
@@ -118,10 +120,11 @@ def find_better_readings(
     more = (
         ""
         if is_certain
-        else f"; {len(texts)} prompts are too few to be certain, ask more with --num-prompts"
+        else f"; {len(texts)} prompts are too few to be certain, so use more with --num-prompts"
     )
     yield Finding(
-        f"{best.problem}: read so, the same weights reach tau {tau + gain.value:.2f} instead of "
+        f"{best.problem}: with this reading, the same weights reach tau {tau + gain.value:.2f} "
+        "instead of "
         f"{tau:.2f}{more}",
         best.cure,
         is_doubt=not is_certain,
@@ -150,7 +153,7 @@ class _Remembered:
 def _copy_head(head: Any, num_tokens: int) -> Any:
     shared = [value for value in vars(head).values() if torch.is_tensor(value)]
     copied = copy.deepcopy(head, {id(tensor): tensor for tensor in shared})
-    for name in ("config", "options"):  # P-EAGLE has its steps in `options`
+    for name in ("config", "options"):  # P-EAGLE has its number of steps in `options`
         if hasattr(getattr(copied, name, None), "num_steps"):
             setattr(copied, name, dataclasses.replace(getattr(copied, name), num_steps=num_tokens))
     return copied
@@ -295,8 +298,8 @@ def _other_layers(pair: Pair, head: Eagle3 | DFlash) -> Iterator[Reading]:
             and first <= other[0] <= other[-1] <= num_layers
         ):
             yield Reading(
-                problem=f"the head was trained on the aux layers {list(other)}, and is fed "
-                f"{list(ids)}",
+                problem=f"the head was trained on the aux layers {list(other)}, but "
+                f"the engine feeds it {list(ids)}",
                 cure=_write_layers(pair, other),
                 change=lambda _: None,
                 aux_layer_ids=other,
@@ -353,7 +356,8 @@ def _options(pair: Pair, head: Eagle3 | DFlash) -> Iterator[Reading]:
         )
 
 
-MASK_KEYS = ("mask_token_id", "pard_token")  # of the mask token, in the order in which engines look
+# Keys of the mask token, in the order in which engines look them up.
+MASK_KEYS = ("mask_token_id", "pard_token")
 
 
 def _other_mask_tokens(pair: Pair, head: PEagle | DFlash) -> Iterator[Reading]:
@@ -420,8 +424,8 @@ def _anchor_in_context() -> Reading:
     return Reading(
         problem="the head was trained with the target's feature of the anchor in the context, and "
         "no engine has it yet",
-        cure="no change to the folder helps: train again, with the features before each block's "
-        "anchor only",
+        cure="no change to the folder helps: train again, using only the features before "
+        "each block's anchor",
         change=lambda copied: setattr(copied, "sees_anchor", True),
         min_gain=MIN_GAIN_OF_ANCHOR,
     )

@@ -28,7 +28,8 @@ from redraft.heads.nn import blocks, causal_lm
 from redraft.heads.nn.attention import StepMemory
 from redraft.heads.nn.compilation import compile_here
 
-LAYERS = ("layers", "midlayer", "block", "blocks")  # attributes with a draft's layers, list or dict
+# Attributes that may contain a draft's layers, as a list or dict.
+LAYERS = ("layers", "midlayer", "block", "blocks")
 
 EAGER: Sequence[tuple[Any, str]] = (
     (StepMemory, "attend"),

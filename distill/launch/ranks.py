@@ -26,13 +26,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from redraft.engine.process import LIBC, PR_SET_PDEATHSIG
 
 LONGEST_WAIT = timedelta(hours=24)
-"""Time until the ranks give up on a rank that is alive but silent. It is long because the first
-rank may be caching the target, or measuring a draft in the engine. A dead rank is noticed at once,
-by the launcher and by closed connections.
+"""Time after which the ranks abandon a rank that is alive but does not respond. It is long because
+the first rank may be caching the target, or measuring a draft in the engine. A dead rank is noticed
+at once, by the launcher and by closed connections.
 """
 
-LONGEST_BUILD_S = 1800  # for DeepSpeed to compile its CPU extension; a minute is usual
-LET_GO_S = 0.5  # for gloo's threads to release tensors: microseconds, unless one waits
+# Time for DeepSpeed to compile its CPU extension, which usually takes a minute.
+LONGEST_BUILD_S = 1800
+# Time for gloo's threads to release tensors, which takes microseconds unless a thread waits.
+LET_GO_S = 0.5
 
 
 def die_with_launcher() -> None:
@@ -60,7 +62,7 @@ def join_on_cpu() -> None:
     if state.distributed_type == DistributedType.MULTI_CPU and _is_requested("FSDP"):
         state.distributed_type = (
             DistributedType.MULTI_GPU
-        )  # accelerate shards for this type; device and backend stay the CPU's
+        )  # accelerate shards only for this type; device and backend remain the CPU's
 
 
 def refuse_abandoned_build() -> None:
@@ -73,11 +75,11 @@ def refuse_abandoned_build() -> None:
     """
     from torch.utils.cpp_extension import (
         get_default_build_root,
-    )  # slow to import, and only DeepSpeed needs it
+    )  # imported here, because it is slow and only needed for DeepSpeed
 
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     for lock in root.rglob("lock"):
-        with suppress(FileNotFoundError):  # a build that finishes now removes its lock
+        with suppress(FileNotFoundError):  # the build may finish now and remove its lock
             if time.time() - lock.stat().st_mtime > LONGEST_BUILD_S:
                 raise TimeoutError(
                     f"a build of DeepSpeed's extension was killed and left a lock: delete {lock}"
@@ -126,7 +128,8 @@ def fit_deepspeed(accelerator: Accelerator, max_grad_norm: float) -> None:
     config["zero_force_ds_cpu_optimizer"] = False
     from deepspeed.utils import groups  # an extra
 
-    if groups._WORLD_GROUP is None:  # the default would wait only ten minutes for a rank
+    # With the default, ranks would wait only ten minutes for each other.
+    if groups._WORLD_GROUP is None:
         groups._WORLD_GROUP = torch.distributed.new_group(timeout=LONGEST_WAIT)
 
 
@@ -149,11 +152,11 @@ def fit_fsdp(accelerator: Accelerator, module: nn.Module) -> None:
     if accelerator.device.type == "cpu" and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
         plugin.cpu_offload = CPUOffloadPolicy(
             pin_memory=False
-        )  # there is no device to pin memory for
+        )  # on a CPU, there is no device to pin memory for
 
 
 def shards_parameters(accelerator: Accelerator) -> bool:
-    """Whether no rank holds the whole draft outside a forward pass."""
+    """Whether no rank has the whole draft outside a forward pass."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         # Stages 1 and 2 shard the optimizer's state and the gradients, but not the parameters.
         return bool(accelerator.deepspeed_plugin.zero_stage == 3)

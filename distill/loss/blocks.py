@@ -26,7 +26,8 @@ BLOCK_ELEMENTS_CPU, BLOCK_ELEMENTS_GPU = 1 << 19, 1 << 26
 cache; a GPU needs large launches.
 """
 
-FAR_BELOW = -1e30  # masks a logit; finite, because a row with all masked must not be NaN
+# Masks a logit; finite, because a row whose logits are all masked must not become NaN.
+FAR_BELOW = -1e30
 
 
 class Scratch:
@@ -46,7 +47,7 @@ class Scratch:
         held = self._held.get((name, dtype))
         if held is None or held.numel() < size:
             del held
-            self._held.pop((name, dtype), None)  # a smaller one goes first
+            self._held.pop((name, dtype), None)  # free a smaller buffer first
             held = self._held[name, dtype] = torch.empty(size, dtype=dtype, device=device)
         return held[:size].view(*shape)
 
@@ -108,7 +109,8 @@ def _wide(scratch: Scratch, temperature: float, name: str, logits_MV: Tensor) ->
 # ----------------------------------------------------------------------------------------------------
 # the target's side
 
-AtLogits = Callable[[Tensor], Tensor]  # the gradient at the outcomes [M, X] -> at the logits [M, W]
+# Maps the gradient at the outcomes [M, X] to the gradient at the logits [M, W].
+AtLogits = Callable[[Tensor], Tensor]
 
 
 class ExactBlock:
@@ -125,7 +127,7 @@ class ExactBlock:
         logits_RW: Tensor,
         log_sum_exp_R1: Tensor | None = None,
     ) -> None:
-        """Take the logits, and `log_sum_exp_R1` if they do not cover the whole vocabulary."""
+        """Store the logits, and `log_sum_exp_R1` if they do not cover the whole vocabulary."""
         self._scratch, self._temperature = scratch, temperature
         self.logits_RW, self.log_sum_exp_R1 = logits_RW, log_sum_exp_R1
         self.num_rows, self.width = logits_RW.shape

@@ -268,7 +268,7 @@ class _FusedLinearDivergence(torch.autograd.Function):
     """Autograd function that returns (loss, values [3, M] for every step) of a request.
 
     `leaves` are the left factors of all steps, followed by the distinct heads. Autograd tracks only
-    tensors that are arguments themselves, so the leaves are passed in addition to the request.
+    tensors that are passed as arguments, so the leaves are passed in addition to the request.
     """
 
     @staticmethod
@@ -542,7 +542,7 @@ class _Group:
             factors = [part.step.factors[index] for part in self.parts]
             if any(each.d_left is not None for each in factors):
                 # [M, W] @ [W, D] over all parts. Parts without a gradient are included, although
-                # this costs their share of the work.
+                # their part of the work is unnecessary.
                 d_left_MD = gradient_of_left(scratch, self.logits_MW, factors[0].head_WD)
                 for part, each, here in zip(self.parts, factors, self.slices, strict=True):
                     if each.d_left is not None:
@@ -627,7 +627,7 @@ def _run_block(
         )
         return
     step.values_3M[:, rows_M], dz_MW = _divergence(request, block, step, rows_M, place_M, logits_MW)
-    if step.cap is not None:  # the slope of cap * tanh(z / cap), at the capped logits
+    if step.cap is not None:  # multiply by the slope of cap * tanh(z / cap) at the capped logits
         dz_MW.mul_(1 - (logits_MW.to(dz_MW.dtype) / step.cap).square_())
     # dz is the gradient with respect to logits / temperature; divide once more for the gradient
     # with respect to the logits. `logits_MW` is a slice of the group's matrix, so the copy rounds
@@ -649,7 +649,7 @@ def _divergence(
     """
     divergence = request.divergence
     compared, alpha_greedy_M, at_logits = block.compare(place_M, logits_MW, step.draft_ids_W)
-    if divergence.name == "cross_entropy":  # alpha is against the target all the same
+    if divergence.name == "cross_entropy":  # alpha still compares with the target
         assert request.labels_N is not None
         label_M = request.labels_N[step.target_row_M[rows_M]]
         columns = draft_columns(label_M, step.draft_ids_W, logits_MW.shape[1])

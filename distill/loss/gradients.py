@@ -109,7 +109,7 @@ def lk_hybrid(c: Compared, eta: float) -> Gradient:
     weight_M = torch.exp(-eta * c.alpha_M)
     d_tv_MX = alpha_gradient(c).mul_(
         weight_M[:, None] - 1
-    )  # before `forward_kl`, which overwrites q
+    )  # computed before `forward_kl`, which overwrites q
     kl_M, d_kl_MX = forward_kl(c)
     return weight_M * kl_M + (1 - weight_M) * (1 - c.alpha_M), d_kl_MX.mul_(weight_M[:, None]).add_(
         d_tv_MX

@@ -172,8 +172,7 @@ def draft_rows(
     logits_ptr,  # [M, W], becomes scale * gradient
     target_ptr,  # [C, W], the target's logits on the draft's ids
     sums_ptr,  # [2, C], of `target_rows`
-    # [M], the draft rows sorted by target row, so that programs that run together read the same
-    # target row
+    # [M], the draft rows sorted by target row, so that concurrent programs read the same target row
     order_ptr,
     place_ptr,  # [M], the target row of each draft row
     scale_ptr,  # [M]
@@ -185,7 +184,7 @@ def draft_rows(
     inverse_temperature,
     beta,
     eta,
-    inverse_cap,  # of logits / temperature; 0 without a cap
+    inverse_cap,  # for logits / temperature; 0 if there is no cap
     NAME: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -279,7 +278,7 @@ def top_k_rows(
     )
     z_kept = tl.load(row_ptr + kept, mask=kept >= 0, other=float("-inf")).to(tl.float32)
     z_kept = _at_least(z_kept, FAR_BELOW)
-    tl.debug_barrier()  # several threads use the same lane
+    tl.debug_barrier()  # wait, because several threads use the same lane
     nothing = tl.full(kept.shape, float("-inf"), tl.float32).to(logits_ptr.dtype.element_ty)
     tl.store(row_ptr + kept, nothing, mask=kept >= 0)
     tl.debug_barrier()

@@ -25,8 +25,8 @@ from redraft.heads.nn.precision import product_dtype
 TILE_ELEMENTS = 1 << 21  # Weights of a tile: 8 MiB in float32.
 
 MUCH_FASTER = 1.2
-"""Minimum speed-up for float32 to replace a narrower dtype. With a value near 1, noise would
-decide, and runs would not be reproducible.
+"""Minimum speed-up for float32 to replace a narrower dtype. With a value near 1, the choice would
+depend on noise, and runs would not be reproducible.
 """
 
 
@@ -66,7 +66,7 @@ def _prefers_float32(
 
     def fastest(dtype: torch.dtype) -> float:
         left_MD, right_WD = torch.ones(256, 512, dtype=dtype), torch.ones(2048, 512, dtype=dtype)
-        # The first run allocates memory. The fastest of the others is the least disturbed.
+        # The first run allocates memory. Of the others, the fastest is the least disturbed.
         return min([seconds(left_MD, right_WD) for _ in range(6)][1:])
 
     # A separate thread is outside autocast, and no torch mode counts or records its operations.

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-TILE_PER_WARP = 512  # Columns of 32 threads: 16 for each.
+TILE_PER_WARP = 512  # Number of columns per 32 threads, i.e. 16 per thread.
 
 SHORT_ROW_THREADS, LONG_ROW_THREADS = 256, 1024
 """Threads per program for short and for long rows. The latter is the maximum; with it, one row at a
@@ -174,7 +174,7 @@ def top_k_rows(
     eta: float,
     inverse_cap: float = 0.0,
 ) -> Tensor:
-    """Do the same as `draft_rows` for the target's top k at temperature 1.
+    """Like `draft_rows`, for the target's top k at temperature 1.
 
     `columns_CK` is the column of each kept id in the draft's logits, or -1; columns are distinct
     within a row. `log_p_CX` is log p of the kept ids and of the tail, [C, K + 1].

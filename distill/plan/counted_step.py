@@ -134,7 +134,7 @@ def count_step(
         count.begin("")
         return Counted(
             operations=count.operations,
-            # Unary plus drops holders without bytes.
+            # Unary plus drops owners with 0 bytes.
             memory=+count.memory.peak,
             signal_bytes=sum(x.numel() * x.element_size() for x in _tensors(signal)),
         )
@@ -156,10 +156,10 @@ def count_flops(counted: Counted) -> int:
 
 
 def make_models(plan: Plan, device: torch.device) -> tuple[Any, Any]:
-    """Make a plan's (target, draft) on a device, with random weights."""
+    """Create a plan's (target, draft) on a device, with random weights."""
     with device:
         model = _make_target(plan)
-        # The ids of a reduced vocabulary are made on the CPU here too.
+        # The ids of a reduced vocabulary are created on the CPU here too.
         return model, _make_draft(plan, model).to(device)
 
 
@@ -192,7 +192,8 @@ def run_parts(
         steps = draft.draft_steps(batch, signal)
         count.begin(LOSS)
         loss = distill_loss(steps, batch, signal, plan.divergence, scale).loss
-    # The graph keeps the tensors it needs from these. The signal stays, as in `Distillation.step`.
+    # The graph keeps the tensors that it needs from these. The signal stays in memory, as in
+    # `Distillation.step`.
     del steps
     count.begin(BACKWARD)
     torch.autograd.backward(loss)
@@ -207,7 +208,7 @@ def _update(optimizers: list[torch.optim.Optimizer], max_grad_norm: float) -> No
     with _shown_on(torch.device("cpu")):
         nn.utils.clip_grad_norm_(
             trained, max_grad_norm, foreach=True
-        )  # the default for tensors with memory
+        )  # the default for tensors that have memory
     _take_step(optimizers)
 
 
@@ -277,14 +278,14 @@ def _merging(count: Count, on_gpu: bool) -> Iterator[None]:
 def _make_model(config: Any, dtype: torch.dtype) -> Any:
     text = config.get_text_config()
     if getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None):
-        # This sorts rows by expert, as on GPUs. It is the only way whose sizes do not depend on the
-        # router's choices.
+        # This sorts rows by expert, as on GPUs. It is the only implementation whose sizes do not
+        # depend on the router's choices.
         text._experts_implementation = "grouped_mm"
     return new_model(config, dtype).eval().requires_grad_(False)
 
 
 def _make_target(plan: Plan) -> Any:
-    """Make the target, or only its embeddings and output head if it runs elsewhere.
+    """Create the target, or only its embeddings and output head if it runs elsewhere.
 
     A trainer loads no other weights of such a target.
     """
@@ -324,11 +325,11 @@ def _make_draft(plan: Plan, model: Any) -> Any:
 
 
 def make_batch(plan: Plan) -> Batch:
-    """Make rows of documents of equal length, in which every token is a label."""
+    """Create rows of documents of equal length, in which every token is a label."""
     length = plan.sequence_length // plan.documents
     seeded = torch.Generator().manual_seed(
         0
-    )  # weights, if there are any, draw from the shared generator
+    )  # initial weights, if any, are drawn from the shared generator
     ids_BT = torch.randint(
         plan.target.vocab_size, (plan.batch_size, plan.sequence_length), generator=seeded
     )
@@ -346,7 +347,7 @@ def make_source(plan: Plan, model: Any, draft: Any, batch: Batch, *, has_weights
 
 
 def _receive(plan: Plan, model: Any, draft: Any, batch: Batch) -> TargetSignal:
-    """A signal like those from servers or a cache."""
+    """Create a signal like those that servers or a cache provide."""
     shape = batch.input_ids_BT.shape
     if not (find_family(plan.family).is_head or plan.exact):
         ids_BTK = torch.arange(plan.top_k).expand(*shape, -1).contiguous()

@@ -1,4 +1,4 @@
-"""Memory that training permanently takes on a device, in closed form: bytes by holder.
+"""Memory that training permanently takes on a device, in closed form: bytes by use.
 
 target's weights whole, sharded by layer, or only embeddings and head (`signal.sharded`) draft's
 weights 4 bytes per weight, because it trains in float32 gradients 4 bytes a weight optimizer state
@@ -28,15 +28,16 @@ TARGET_WEIGHTS, DRAFT_WEIGHTS, STATE, GRADIENTS, SIGNAL = (
     "gradients",
     "target's hidden states",
 )
-"""Holders of memory, apart from activations."""
+"""Uses of memory other than activations."""
 
-WEIGHT_BYTES, GRADIENT_BYTES, STATE_BYTES = 4, 4, 8  # of a weight in float32; AdamW keeps two means
-MOMENTUM_BYTES = 4  # Muon's state per weight in a matrix
+# Bytes per weight in float32; AdamW keeps two means.
+WEIGHT_BYTES, GRADIENT_BYTES, STATE_BYTES = 4, 4, 8
+MOMENTUM_BYTES = 4  # bytes of Muon's state per weight in a matrix
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """The fraction of each holder's bytes that one device keeps."""
+    """For each use of memory, the fraction of its bytes that one device keeps."""
 
     weights: float = 1.0
     gradients: float = 1.0
@@ -50,7 +51,7 @@ class Sharing:
         return Sharing(weights=weights, gradients=1 / ranks, state=1 / ranks)
 
     def share_out(self, memory: Mapping[str, float]) -> dict[str, float]:
-        """Return bytes by holder on one device.
+        """Return bytes by use on one device.
 
         Weights gathered during a step count as activations.
         """
@@ -73,7 +74,7 @@ class DraftSize:
         )
 
     def hold(self, optimizer: str) -> dict[str, int]:
-        """Return bytes by holder, without AdamW's step count for each tensor."""
+        """Return bytes by use, without AdamW's step count for each tensor."""
         matrices = self.matrices if optimizer == "muon" else 0
         return {
             DRAFT_WEIGHTS: WEIGHT_BYTES * self.weights,
@@ -85,7 +86,7 @@ class DraftSize:
 def sketch_draft(
     family: Family, options: Any, target_config: Any, draft_vocab_size: int = 0
 ) -> Any:
-    """Make an untrained draft for a target with this text config, without memory for its weights.
+    """Create an untrained draft for a target with this text config, without memory for its weights.
 
     Raises:
         ValueError: the options do not fit the target.

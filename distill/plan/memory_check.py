@@ -24,8 +24,9 @@ from redraft.engine.hardware import Machine, this_machine
 from redraft.files.target_folder import TargetFolder
 from redraft.heads.family import Family
 
-LAUNCHES = Path(__file__).parents[2] / "recipes" / "accelerate"  # the wheel has it too
-TIGHT = 0.7  # fraction of the memory above which a run warns that activations need memory too
+# Folder of launch configurations, which the wheel contains too.
+LAUNCHES = Path(__file__).parents[2] / "recipes" / "accelerate"
+TIGHT = 0.7  # fraction of memory above which a run warns that activations also need memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +64,14 @@ def require_room(
 
     One process on each machine reports the reason, and the others exit with it. If memory is tight,
     the main process warns that activations need additional memory, and prints the `command` that
-    counts them. `optimizer` is the name of the draft's optimizer. `machine` is this machine by
+    calculates them. `optimizer` is the name of the draft's optimizer. `machine` is this machine by
     default.
 
     Raises:
         ValueError: the target or the draft does not fit (the message has the bytes and the ways
             out), or a config cannot be read.
     """
-    if target.quantization:  # the loading that follows reports what to do with it
+    if target.quantization:  # loading the model afterwards reports what to do
         return
     room, sizes = read_room(accelerator, machine), target.sizes
     is_shared = signal.shard and accelerator.num_processes > 1
@@ -90,7 +91,7 @@ def require_room(
             raise SystemExit(2) from None
         raise
     taken = need.target + need.draft
-    # A CPU has no separate memory.
+    # A CPU has no memory of its own.
     if (
         accelerator.is_main_process
         and room.device_bytes is not None
@@ -98,12 +99,12 @@ def require_room(
     ):
         print(
             f"warning: without activations, target and draft already need {_gb(taken)} of the "
-            f"{_gb(room.device_bytes)} of {room.device}; to count activations, run {command}"
+            f"{_gb(room.device_bytes)} of {room.device}; to include activations, run {command}"
         )
 
 
 def plan_command(family: Family, cfg: TrainConfig) -> str:
-    """Return the command that counts the memory of this training run."""
+    """Return the command that calculates the memory of this training run."""
     flags = {
         "--target": cfg.target,
         "--family": family.name.replace("_", "-"),
@@ -152,9 +153,13 @@ def check(name: str, need: Need, room: Room, *, has_servers: bool) -> None:
             "(weights, gradients, "
             f"optimizer state): more than the {_gb(room.device_bytes)} of {room.device}; {ways}"
         )
-    held = "target and draft" if room.device_bytes is None else "the target, on the way to its GPU"
+    held = (
+        "target and draft"
+        if room.device_bytes is None
+        else "the target, before it is moved to its GPU"
+    )
     on_host = room.processes * (both if room.device_bytes is None else need.target)
-    if need.host is not None:  # one process reads the target and gives the others a part
+    if need.host is not None:  # one process reads the target and sends the others their parts
         on_host = need.host + (room.processes * both if room.device_bytes is None else 0)
         if on_host > room.host_bytes:
             raise ValueError(
@@ -173,7 +178,9 @@ def check(name: str, need: Need, room: Room, *, has_servers: bool) -> None:
 def _ways_out(need: Need, *, has_servers: bool) -> str:
     if has_servers or need.draft > need.target:
         return f"shard the draft: accelerate launch --config_file {LAUNCHES}/fsdp2.yaml"
-    share = "" if need.host is not None else "share it out over the processes: --signal.shard; or "
+    share = (
+        "" if need.host is not None else "shard the target over the processes: --signal.shard; or "
+    )
     return share + (
         "run the target in vLLM servers on other GPUs: --signal.kind endpoint --signal.url URL, "
         "or --signal.kind cache --signal.url URL to read their answers from disk"

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["product", "attention", "other"]  # other: moves bytes and computes little
+Kind = Literal["product", "attention", "other"]  # "other" moves bytes and computes little
 
 
 @dataclass(frozen=True)

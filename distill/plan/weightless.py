@@ -6,7 +6,7 @@ The module counts floating-point operations, bytes and live memory, with or with
         count.begin("forward")                   the name of the next part
         ...                                      any code, autograd and autocast included
     count.operations                             how often each operation ran, FLOPs and bytes
-    count.memory                                 live bytes at the peak, by holder
+    count.memory                                 live bytes at the peak, by owner
 
 The mode intercepts operations below autograd and autocast, i.e. as kernels. Floating-point tensors
 are weightless. Small integer tensors keep their values, so code may branch on the ids, masks and
@@ -30,7 +30,9 @@ from torch.utils.flop_counter import flop_registry
 import redraft.heads.nn.prefix  # noqa: F401  registers the operations of ATTENTION
 from redraft.distill.plan.operations import Operation
 
-MAX_VALUES = 1 << 22  # elements: a longer batch's mask [B, T, T] is larger, and not read
+# Maximum number of elements of a tensor that keeps its values; a long batch's mask [B, T, T] is
+# larger, and its values are not read.
+MAX_VALUES = 1 << 22
 META = torch.device("meta")
 VALUE_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
@@ -44,7 +46,7 @@ class Weightless(Tensor):
     """
 
     shown_on = META
-    plain: Tensor  # the same on `meta`; views share a storage, by which memory is counted
+    plain: Tensor  # the same tensor on `meta`; views share a storage, by which memory is counted
 
     # There is no Python code above autograd: operations are intercepted once, in
     # __torch_dispatch__.
@@ -132,7 +134,7 @@ def _needs_no_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     try:
         # This is a dry run on `meta`, only to learn the size of the result.
         made = func(*tree_map(_try_strip, args), **tree_map(_try_strip, kwargs))
-    except (RuntimeError, NotImplementedError):  # the size depends on values, e.g. `nonzero`
+    except (RuntimeError, NotImplementedError):  # e.g. `nonzero`, whose size depends on values
         return False
     sizes = [x for x in tree_leaves(made) if isinstance(x, Tensor)]
     # For tensors created from nothing: floating-point tensors are weights, which need no values.
@@ -268,7 +270,7 @@ def _range_backward(
 ) -> int:
     again = (
         0 if q.device.type == "cpu" else _range(q, k, v, start, end)
-    )  # a GPU computes the output once more
+    )  # a GPU computes the output again
     return 2 * _range_pairs(q, start, end) * (3 * q.shape[3] + 2 * v.shape[3]) + again
 
 
@@ -299,7 +301,8 @@ result's dtype is given.
 # ----------------------------------------------------------------------------------------------------------------
 # bytes
 
-GATHERS = {"embedding", "index", "gather", "index_select"}  # read only as much as they return
+# Operations that read only as much as they return.
+GATHERS = {"embedding", "index", "gather", "index_select"}
 
 SCATTERS = {"index_put_", "scatter_", "scatter_add_", "index_add_", "index_copy_"}
 """Operations that write only the given values into their first argument."""
@@ -370,12 +373,13 @@ ACTIVATIONS = "activations"
 
 
 class Memory:
-    """Bytes of all live storages by holder, now and at the peak."""
+    """Bytes of all live storages by owner, now and at the peak."""
 
     def __init__(self) -> None:
         self.live: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
-        self._holders: dict[int, tuple[str, int]] = {}  # owner and bytes of a storage, by address
+        # Owner and bytes of each storage, by address.
+        self._holders: dict[int, tuple[str, int]] = {}
         self._watched: dict[int, weakref.ref[Any]] = {}
 
     def see(self, tensors: Iterable[Tensor]) -> None:
@@ -404,7 +408,7 @@ class Memory:
         address, num_bytes = storage._cdata, storage.nbytes()
         self._holders[address] = ACTIVATIONS, num_bytes
         self.live[ACTIVATIONS] += num_bytes
-        # PyTorch keeps the Python object of a storage for as long as the storage lives.
+        # PyTorch keeps the Python object of a storage as long as the storage exists.
         self._watched[address] = weakref.ref(storage, lambda _: self._end(address))
 
     def _end(self, address: int) -> None:

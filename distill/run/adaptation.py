@@ -119,7 +119,7 @@ def adapt(
         training.folder.complete()
         leave(training.accelerator)
     else:
-        shutil.rmtree(draft, ignore_errors=True)  # of this run before a kill
+        shutil.rmtree(draft, ignore_errors=True)  # published by this run before it was killed
         candidate.rename(draft)
         training.forecasts[draft] = after
         training.prove(draft, before, cost, started_s)
@@ -144,7 +144,7 @@ def _choose(run: Run, forecasts: Mapping[Start, Forecast | None]) -> Start:
         "; ".join(f"the {name} draft starts with tau {tau:.2f}" for name, tau in taus.items()),
         end="",
     )
-    print(f": the {chosen} one is trained")
+    print(f": training the {chosen} one")
     return chosen
 
 

@@ -42,7 +42,7 @@ from redraft.heads.logits import LogitRule
 from redraft.heads.target import LoadedTarget
 
 TOKENS_A_WRITE = 32_768
-"""Number of tokens in a batch whose states are computed and written to a cache together."""
+"""Number of tokens per batch when states are computed for a cache."""
 
 SERVERS = "read it from vLLM servers (--signal.kind endpoint --signal.url URL)"
 
@@ -59,7 +59,7 @@ def load_target(
         ValueError: the target's attention would not launch on the GPU.
     """
     if not signal.url:
-        target.fetch_and_check()  # the checks read the weights too
+        target.fetch_and_check()  # fetched first, because the checks read the weights too
     require_served_alike(target)
     dtype = target.torch_dtype
     if signal.url:
@@ -73,7 +73,7 @@ def load_target(
     if signal.shard and PartialState().num_processes > 1:
         return load_sharded(target, device)
     model = load_causal_lm(
-        target, dtype, cure=f"{SERVERS}, for a head those of `redraft serve-features`"
+        target, dtype, cure=f"{SERVERS}, started with `redraft serve-features` for a head"
     )
     require_finite(model, f"the target {target.name}")
     return model.to(device).requires_grad_(False).eval()
@@ -84,8 +84,8 @@ def load_data(
 ) -> LoadedData:
     """Return training and held-out rows, the held-out prompts and the target's end tokens.
 
-    A row has `loop.sequence_length` tokens, packed from documents that a server can show to a draft
-    as a whole. The main process tokenises once. All processes memory-map the result, and so does a
+    A row has `loop.sequence_length` tokens, packed from documents that fit into a draft's context
+    in serving. The main process tokenises once. All processes memory-map the result, and so does a
     resumed run.
 
     Raises:
@@ -106,8 +106,8 @@ def load_data(
         print("\n".join(tokens.said))
         if length < loop.sequence_length:
             print(
-                f"conversations are cut at {length:,} tokens, because a server shows a draft no "
-                "more at once"
+                f"conversations are cut at {length:,} tokens, because a draft sees at most this "
+                "many in serving"
             )
     packed = functools.partial(PackedDataset, sequence_length=loop.sequence_length, seed=loop.seed)
     return LoadedData(

@@ -79,7 +79,7 @@ class Forecaster:
         *,
         is_head: bool = True,
     ) -> None:
-        """Take `signal`, the target's distribution, which a call of `forecast` can replace."""
+        """Set up forecasts with the target's distribution `signal`, which `forecast` can replace."""
         self.cfg, self.signal, self.is_head = cfg, signal, is_head
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         key = [
@@ -105,7 +105,7 @@ class Forecaster:
         # A draft step at the last token of an answer still proposes up to this many tokens after
         # it.
         beyond = self.cfg.num_speculative_tokens - 1
-        if isinstance(self.signal, EndpointTarget):  # the target is on the server only
+        if isinstance(self.signal, EndpointTarget):  # the target's weights are only on the server
             greedy, length = self.signal.greedy, self.cfg.max_tokens + beyond
             return keep(
                 prompts,

@@ -1,4 +1,4 @@
-"""Make the initial draft: with the weights that `--init` chooses, or from an earlier draft.
+"""Create the initial draft, with the weights that `--init` selects or from an earlier draft.
 
 D = hidden.
 """
@@ -49,7 +49,7 @@ def start(run: Run, cfg: HeadConfig[Any] | StandaloneConfig | None = None) -> An
     """
     cfg = cfg or run.cfg
     if isinstance(cfg, StandaloneConfig):
-        _say(run, f"the draft starts as {cfg.draft}")
+        _say(run, f"the draft starts from {cfg.draft}")
         draft = make_draft(cfg.draft, run.target.model, run.target.files.tokenizer, cfg.loop.seed)
         require_finite(draft, f"the draft {cfg.draft.checkpoint or ''}".strip())
         return draft
@@ -70,7 +70,7 @@ def start(run: Run, cfg: HeadConfig[Any] | StandaloneConfig | None = None) -> An
 
 def _make_untrained(run: Run, cfg: HeadConfig[Any]) -> Any:
     options, vocabulary, target = cfg.head, list[Tensor | None](), run.target
-    if getattr(options, "mask_token_id", 0) is None:  # only parallel drafters have one
+    if getattr(options, "mask_token_id", 0) is None:  # only parallel drafters have a mask token
         options = replace(
             options, mask_token_id=choose_mask_token(target.files, len(target.borrowed.embed_VD))
         )
@@ -138,7 +138,7 @@ def _start_by_least_squares(run: Run, head: Any, num_tokens: int) -> None:
     head.init_from_layers([nn.Module()], final_norm(run.target.model))
     head.to(run.accelerator.device)
     start_by_least_squares(head, read_last_signals(run, head.aux_layer_ids, num_tokens), scales)
-    # Each rank has solved the equations itself, and different hardware may give different signs.
+    # Each rank has solved the equations itself, and the signs may differ between hardware.
     share(run, head)
 
 

@@ -99,7 +99,8 @@ class Run:
         weights in every run. Raises the same errors as `run`.
         """
         if isinstance(cfg, HeadConfig) and cfg.start_from is not None:
-            cfg = replace(cfg, start_from=fetch_model(cfg.start_from))  # a hub name, or a folder
+            # Either a hub name or a folder.
+            cfg = replace(cfg, start_from=fetch_model(cfg.start_from))
         self.family, self.cfg = family, cfg
         self.forecasts: dict[Path, Forecast] = {}
         # 1. Check the flags against the target, before anything is joined, written or loaded.
@@ -136,7 +137,7 @@ class Run:
         # 3. Open the target, which may be converted, and the data.
         rewritten = self._rewrite(files) if sketch is None else None
         model = load_target(rewritten or files, cfg.signal, self.accelerator.device)
-        if isinstance(cfg, HeadConfig):  # before the data is tokenised
+        if isinstance(cfg, HeadConfig):  # checked before the data is tokenised
             starts_as_target = cfg.start_from is None and cfg.init not in ("random", "native")
             require_parts(
                 model,
@@ -194,7 +195,9 @@ class Run:
         )
 
     def forecast(self, draft: Any) -> Forecast | None:
-        """Forecast the draft's acceptance in the engine's dtype. None on all but the main process.
+        """Forecast the draft's acceptance in the engine's dtype.
+
+        Return None on all but the main process.
 
         The draft itself keeps its dtype.
         """
@@ -282,8 +285,8 @@ class Run:
             if leads:
                 with publishing(folder, describe_origin(self), overwrite=True) as new:
                     self._export(draft, new.path)
-                    # Load it from the files instead of using the module, because the served draft
-                    # is rounded to the exported dtype.
+                    # Load the draft from the files instead of using the module, because the served
+                    # draft is rounded to the exported dtype.
                     after = self.forecast(self.load(new.path))
                     assert after is not None, "the main process"
                     self.forecasts[folder] = after
@@ -393,7 +396,7 @@ def refuse(
         _refuse_choices(family, row, cfg)
     machine = launch_machine(machine)
     target = open_target(cfg.target, cfg.target_dtype, on_cpu=machine.gpu is None, machine=machine)
-    if target.is_local:  # a hub's weights are fetched after all checks
+    if target.is_local:  # weights on the hub are fetched only after all checks
         target.fetch_and_check()
     model_class(target.config)
     length, shape = cfg.loop.sequence_length, target.text_config
@@ -430,7 +433,7 @@ def _refuse_choices(family: Family, row: Training, cfg: HeadConfig[Any]) -> None
 
 
 def _views(cfg: HeadConfig[Any]) -> tuple[View, ...]:
-    """Return the views of the head's layers; empty for a draft without such layers."""
+    """Return the views of the head's layers; empty if the draft has no such layers."""
     if not isinstance(cfg.head, Windows):
         return ()
     if cfg.start_from is None:
@@ -472,8 +475,8 @@ def _refuse_head(family: Family, row: Training, cfg: HeadConfig[Any], target: Ta
         raise ValueError("--init least_squares supports only one layer: use --init last_layer")
     if cfg.init == "least_squares" and not options.fc_norm:
         raise ValueError(
-            "--init least_squares needs --head.fc-norm, because the head trains badly without "
-            "it: set it, or choose a different --init"
+            "--init least_squares needs --head.fc-norm, because the head trains poorly "
+            "without it: set it, or choose a different --init"
         )
     if cfg.init == "least_squares" and options.norm_before_residual:
         raise ValueError(
@@ -483,7 +486,7 @@ def _refuse_head(family: Family, row: Training, cfg: HeadConfig[Any], target: Ta
     if family.is_in_target:
         # The layer would be stored next to scales that belong to different weights.
         refuse_quantised(
-            target, f"an MTP layer for {cfg.target}", "give the folder of the plain weights"
+            target, f"an MTP layer for {cfg.target}", "give the folder of the unquantised weights"
         )
         if options.as_mimo:
             return None

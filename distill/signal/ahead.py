@@ -17,13 +17,16 @@ from redraft.heads.draft import Batch, ExactTarget, TargetSignal
 
 
 class OneAhead:
-    """A source of signals that can be asked for a batch before it is needed.
+    """A source of signals that can fetch a batch's signal before it is needed.
 
     The sources are in `distill.signal.sources`.
     """
 
     def __init__(self, source: Callable[[Batch], TargetSignal], device: torch.device) -> None:
-        """Take the only reference to `source`. `device` is the device of the batches."""
+        """Wrap `source`, which nothing else may use afterwards.
+
+        `device` is the device of the batches.
+        """
         self._source = source
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._flight: _Flight | None = None
@@ -45,7 +48,7 @@ class OneAhead:
         """
         flight = self._flight
         if flight is not None:
-            flight.thread.join()  # a source is for one thread at a time
+            flight.thread.join()  # only one thread at a time may use a source
         # A held-out batch may come in between. Its signal is fetched now, and the signal in flight
         # is kept for the next step.
         if flight is None or flight.batch is not batch:
@@ -71,10 +74,11 @@ class OneAhead:
     def _on_stream(self) -> Iterator[None]:
         if self._stream is None:
             yield
-        else:  # device and stream are a thread's
+        else:  # device and stream are set per thread
             with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
                 yield
-                self._stream.synchronize()  # the thread waits for the copies, not the step
+                # This thread waits for the copies, so that the step need not.
+                self._stream.synchronize()
 
     def _hand_over(self, signal: TargetSignal) -> None:
         """Keep the tensors' memory until the step's stream is done with them too."""

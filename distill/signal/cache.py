@@ -58,7 +58,7 @@ class TopK:
         if isinstance(signal.distribution, ExactTarget):
             ids_NK, log_probs_NK = top_k(signal.distribution, rows_N, self.k)
         else:
-            # They are in descending order, so the first k are the largest.
+            # The ids are in descending order of probability, so the first k are the largest.
             known = signal.distribution
             ids_NK = known.ids_BTK.flatten(0, 1)[rows_N, : self.k]
             log_probs_NK = known.log_probs_BTK.flatten(0, 1)[rows_N, : self.k]

@@ -14,10 +14,10 @@ from redraft.files.printable import printable
 RETRIED_STATUS = {408, 429, 500, 502, 503, 504}
 TLS_FAULTS = {
     "CERTIFICATE_VERIFY_FAILED": "name a file with its authority in the variable SSL_CERT_FILE",
-    "WRONG_VERSION_NUMBER": "it speaks no TLS: give its address with http://",
+    "WRONG_VERSION_NUMBER": "it does not use TLS: give its address with http://",
 }
 """Failures that retries do not fix, each with the remedy."""
-LIST_TIMEOUT_S = 30  # for the list of models, which a server returns at once
+LIST_TIMEOUT_S = 30  # timeout for the list of models, which a server returns at once
 
 
 class RequestRefusedError(ValueError):
@@ -42,7 +42,7 @@ class Endpoint:
         timeout_s: float = 600.0,
         api_key: str | None = None,
     ) -> None:
-        """Open no connection yet.
+        """Set up the client without opening a connection.
 
         `url` may end with `/v1`, and `model` is the first in the server's list by default. The
         pause before the second attempt is `backoff_s`, and doubles with every further one.
@@ -57,10 +57,10 @@ class Endpoint:
             raise ValueError(f"concurrency is {concurrency}: it must be at least 1")
         if api_key and not (api_key.isascii() and api_key.isprintable()):
             raise ValueError(
-                "the API key (OPENAI_API_KEY) contains a line break or a different character "
-                "that no key contains"
+                "the API key (OPENAI_API_KEY) contains a line break or another character "
+                "that is not allowed in a key"
             )
-        # A password in the address is sent, and never shown.
+        # A password in the address is sent, but never shown.
         auth = (address.username, address.password) if address.userinfo else None
         url = str(address.copy_with(userinfo=b""))
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -151,7 +151,8 @@ class Endpoint:
                 if answer is None:
                     kind = response.headers.get("content-type", "something else")
                     raise ConnectionError(
-                        f"{url} answers {kind}, not a JSON object: it has no OpenAI-compatible API"
+                        f"{url} answers with {kind}, not a JSON object: it has no "
+                        "OpenAI-compatible API"
                     )
                 # Gateways return the error of a server behind them with status 200.
                 refusal = answer.get("error")

@@ -13,8 +13,10 @@ from typing import Any
 from redraft.distill.signal.endpoint import Endpoint
 from redraft.files.progress import Progress
 
-MAX_DOUBLINGS = 16  # of the pause between probes, which would overflow in a long outage
-PROBE_TIMEOUT_S = 10.0  # a server that takes longer to list its models counts as dead
+# Maximum number of doublings of the pause between probes, which would otherwise overflow in a long
+# outage.
+MAX_DOUBLINGS = 16
+PROBE_TIMEOUT_S = 10.0  # a server that takes longer to list its models is considered dead
 
 
 @dataclass(eq=False)
@@ -56,7 +58,7 @@ class Endpoints:
         longest_pause_s: float = 30.0,
         patience_s: float = 120.0,
     ) -> None:
-        """Open no connection yet.
+        """Set up the servers without opening a connection.
 
         Each of the `attempts` is made at a live server. The pause before a dead server is probed
         doubles with every probe, from `pause_s` to `longest_pause_s`. While all servers are dead,

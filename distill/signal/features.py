@@ -40,7 +40,8 @@ from redraft.heads.nn.causal_lm import final_norm, language_model
 from redraft.heads.target import HEAD, short_name
 
 SERVER_COMMAND = "redraft serve-features"
-ATTEMPTS = 3  # Tries per document whose states are lost between the server and this process.
+# Maximum number of attempts per document whose states are lost between the server and this process.
+ATTEMPTS = 3
 
 
 def server_args(
@@ -61,7 +62,7 @@ def server_args(
     ids = {"eagle_aux_hidden_state_layer_ids": sorted({*layers, num_layers})}
     speculative = {
         "method": "extract_hidden_states",
-        "num_speculative_tokens": 1,  # vLLM accepts no other number with this method
+        "num_speculative_tokens": 1,  # vLLM accepts only this number with this method
         "draft_model_config": {"hf_config": ids},
     }
     connector = {
@@ -71,7 +72,7 @@ def server_args(
         "kv_connector_extra_config": {
             "storage": Storage(storage).root,
             "format": states_format,
-            # This is unused, but vLLM's connector creates this folder. Object storage has none.
+            # The folder is unused, but vLLM's connector creates it. Object storage has no folders.
             "shared_storage_path": ".",
             "use_synchronization_lock": False,
         },
@@ -182,7 +183,7 @@ class EndpointHiddenStates(EndpointTarget):
     async def _require_target(self, endpoint: Endpoint) -> None:
         """Check that log-probabilities computed from the server's hidden states match its own."""
         vocabulary, hidden = self.head_VD.shape
-        # Any tokens will do, spread over the vocabulary.
+        # Any tokens that are spread over the vocabulary are suitable.
         prompt = [token * 7919 % vocabulary for token in range(1, 17)]
         last_TD = self._host_zeros(len(prompt), hidden)
         aux_TLD = self._host_zeros(len(prompt), len(self.layers), hidden)
@@ -266,8 +267,8 @@ class EndpointHiddenStates(EndpointTarget):
             return False
         if description is None:
             say_once(
-                f"{self._kept.root} lacks the states of some texts, e.g. of those cut at the row's "
-                "length: the servers compute them"
+                f"{self._kept.root} lacks the states of some texts, e.g. those that were "
+                "cut at the row's length: the servers compute them"
             )
             return False
         self._require_version(description, self._kept.root)
@@ -334,8 +335,8 @@ class EndpointHiddenStates(EndpointTarget):
     def _require_version(self, description: Description, url: str) -> None:
         """Raise ValueError if the states come from weights other than the opened target's.
 
-        A target of a different lineage, e.g. a quantised one, is judged by its log-probabilities
-        alone.
+        A target of a different lineage, e.g. a quantised one, is checked only by its
+        log-probabilities.
         """
         lineage, fingerprint, version = description.target
         if version != "":

@@ -37,13 +37,13 @@ class Connector(ExampleHiddenStatesConnector):  # type: ignore[misc]
     def _url(self, filename: str) -> str:
         """Return the URL of the states. vLLM derives `filename` from the request's id."""
         storage: str = self._kv_transfer_config.get_from_extra_config("storage", "")
-        # E.g. ./cmpl-1.safetensors becomes the storage's URL and cmpl-1.
+        # E.g. ./cmpl-1.safetensors becomes the storage's URL followed by cmpl-1.
         return f"{storage.rstrip('/')}/{PurePath(filename).stem}"
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        # No client is waiting for the states any more.
+        # No client is waiting for the states any longer.
         if request.status == RequestStatus.FINISHED_ABORTED:
             self._request_filenames.pop(request.request_id, None)
             self._pending_saves.pop(request.request_id, None)
@@ -56,7 +56,8 @@ class Connector(ExampleHiddenStatesConnector):  # type: ignore[misc]
     def _write_tensors(
         self, tensors: dict[str, torch.Tensor], event: Any, filename: str, lock_fd: None
     ) -> None:
-        while not event.query():  # `synchronize` of vLLM's event spins, in as many threads as write
+        # Poll, because `synchronize` of vLLM's event would spin in every writing thread.
+        while not event.query():
             time.sleep(COPY_POLL_S)
         config = self._vllm_config.speculative_config.draft_model_config.hf_config
         states_format = self._kv_transfer_config.get_from_extra_config("format", "exact")

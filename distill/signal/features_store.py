@@ -52,13 +52,13 @@ KEPT_S = 10 * WAIT_S
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.25
 """First and longest pause between checks for the description. The first is short, because the
-states of a short text arrive at once. The longest is not, because object storage charges for every
-check.
+states of a short text arrive at once. The longest is much longer, because object storage charges
+for every check.
 """
 
 LONGEST_DESCRIPTION, LONGEST_ROW = 1 << 16, 1 << 26
-"""Maximum number of bytes in a NAME.json, and in the states of one token. A hostile server must not
-fill the reader's memory.
+"""Maximum number of bytes in a NAME.json, and in the states of one token. A malicious server must
+not exhaust the reader's memory.
 """
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}", re.ASCII)
@@ -182,7 +182,7 @@ class Leftovers:
         threading.Thread(target=self._remove_often, name="unread states", daemon=True).start()
 
     def note(self, url: str) -> None:
-        """Note the time of states that are about to be written."""
+        """Record the time of states that are about to be written."""
         self._written.append((time.monotonic(), url))
 
     def _remove_often(self) -> None:
@@ -198,7 +198,7 @@ class Storage:
     """The only place from which a reader accepts states."""
 
     def __init__(self, storage: str) -> None:
-        """Open nothing yet.
+        """Set up the reader without opening anything.
 
         Args:
             storage: A folder or fsspec URL, the same as the servers'.
@@ -327,11 +327,12 @@ class Storage:
         while True:
             try:
                 # ValidationError is a DecodeError, so it must be caught first. Waiting does not
-                # help if the JSON is complete but has the wrong shape.
+                # help if the JSON is complete but has the wrong fields.
                 return msgspec.json.decode(self._read_start(f"{path}.json"), type=Description)
             except (msgspec.ValidationError, RecursionError) as error:
                 raise StatesLostError(f"{url} has an invalid description: {error}") from None
-            except (FileNotFoundError, msgspec.DecodeError):  # not there yet, or half written
+            # The file does not exist yet, or is incomplete.
+            except (FileNotFoundError, msgspec.DecodeError):
                 if time.monotonic() > deadline_s:
                     raise StatesLostError(f"{url} did not arrive within {wait_s:g} s") from None
             time.sleep(pause_s)

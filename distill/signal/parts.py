@@ -1,4 +1,4 @@
-"""Get the parts of a target that start a head, even if this process lacks the target's layers.
+"""Get the parts of a target from which a head starts, even if its layers are not in this process.
 
 whole target in this process            its modules
 layers in shards, or on other machines  a few tensors of its files; the first process shares the head
@@ -45,7 +45,7 @@ def last_layers(model: Any, count: int) -> tuple[list[nn.Module], nn.Module]:
 def read_last_layers(
     target: TargetFolder, dtype: torch.dtype, count: int
 ) -> tuple[list[nn.Module], nn.Module]:
-    """Do the same as `last_layers`, but read from the target's files, in `dtype`.
+    """Like `last_layers`, but read from the target's files, in `dtype`.
 
     Other tensors stay on `meta`.
 

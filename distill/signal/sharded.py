@@ -105,7 +105,7 @@ def _fill(model: Any, whole: dict[str, Tensor] | None, device: torch.device) -> 
             full.copy_(whole[name])
         dist.broadcast(full, 0)
         if isinstance(place, DTensor):
-            # Without a source, each rank cuts out its own part.
+            # Without a source, each rank selects its own part.
             part = distribute_tensor(full, place.device_mesh, place.placements, src_data_rank=None)
             place.to_local().copy_(part.to_local())
         else:
@@ -125,7 +125,7 @@ def most_of_ranks(model: Any, number: int) -> int:
     return int(largest)
 
 
-_led: set[int] = set()  # Models that the first rank leads now.
+_led: set[int] = set()  # Models for which the first rank currently leads the passes.
 
 
 @contextmanager

@@ -47,7 +47,8 @@ from redraft.files.folder import read_as
 from redraft.files.progress import Progress
 from redraft.heads.draft import Batch, TargetSignal, label_rows
 
-SHARD_BYTES = 256 << 20  # in memory while writing, and lost with a killed writer
+# Maximum size of the states in memory while writing, which are lost if the writer is killed.
+SHARD_BYTES = 256 << 20
 KEY_BYTES = 16
 HEADER = "cache.json"
 
@@ -252,7 +253,7 @@ def _write_shard(
 def keyed_rows(batch: Batch, wanted_BT: Tensor) -> Iterator[tuple[bytes, Tensor]]:
     """Yield (key, wanted rows of the flattened batch) for every document with a label.
 
-    The other documents teach nothing.
+    Nothing is learned from the other documents.
     """
     is_label_row_N, is_wanted_N = label_rows(batch, 0).flatten(), wanted_BT.flatten()
     ids_N, mask_N = batch.input_ids_BT.flatten(), batch.loss_mask_BT.flatten()

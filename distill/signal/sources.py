@@ -60,7 +60,7 @@ SCORE_BYTES = 2 << 30
 LAST = -1
 """Key of the last hidden states among the streams by layer."""
 
-# Different vocabularies have different ids even for plain words.
+# Words to compare the ids of two vocabularies. Different vocabularies differ even for plain words.
 WORDS = "a draft learns the text of its target"
 
 UNRECORDED = -1e4
@@ -197,7 +197,8 @@ class InProcessTarget:
 
         handles = []
         for k in self.aux_layers:
-            if k == 0:  # the first layer's input, because a model may scale the embeddings first
+            # Take the first layer's input, because a model may scale the embeddings first.
+            if k == 0:
                 layer = decoder_layers(self.model)[0]
                 handles.append(layer.register_forward_pre_hook(lambda _, args: keep(0, args)))
             else:
@@ -291,7 +292,7 @@ def recorded(batch: Batch, rows_N: Tensor, ids_NK: Tensor, log_probs_NK: Tensor)
 
 say_once = functools.cache(
     Progress.write
-)  # a run opens its servers for the forecast and for the training
+)  # printed once, because a run opens its servers for both the forecast and the training
 
 
 class EndpointTarget:
@@ -303,7 +304,7 @@ class EndpointTarget:
     def __init__(
         self, endpoint: Endpoint | Endpoints, k: int = 20, opened: TargetFolder | None = None
     ) -> None:
-        """Take an unshared endpoint, whose connections belong to this source's event loop.
+        """Set up the source with its own endpoint, whose connections belong to its event loop.
 
         Servers that certainly serve a target other than `opened` are refused.
         """
@@ -329,9 +330,10 @@ class EndpointTarget:
             self._runner.run(self._require_target(self.endpoint))
 
     async def _require_target(self, endpoint: Endpoint) -> None:
-        """Require that the server's tokenizer give the target's ids.
+        """Require that the server's tokenizer produces the target's ids.
 
-        A different name is only printed, because an alias or a quantised copy has one too.
+        A different name is only printed, because an alias or a quantised copy also has a different
+        name.
         """
         if (target := self._opened) is None:
             return
@@ -346,7 +348,8 @@ class EndpointTarget:
             )
         if Path(named := await endpoint.model()).name != Path(target.name).name:
             say_once(
-                f"{endpoint.url} serves {named}: its answers are taken for those of {target.name}"
+                f"{endpoint.url} serves {named}: its answers are assumed to be those of "
+                f"{target.name}"
             )
 
     def _require_known(self, largest: int) -> None:

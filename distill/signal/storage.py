@@ -13,4 +13,4 @@ DEFAULT_STORAGE = "/dev/shm/redraft-features"  # Storage of server and trainer o
 
 
 class StatesLostError(OSError):
-    """The states are missing or damaged, but the server can be asked for them again."""
+    """The states are missing or damaged, but can be requested from the server again."""

@@ -42,12 +42,12 @@ SKIPPED_STATUS = {
     400,
     413,
     422,
-}  # about one conversation only: it is skipped, the rest continues
+}  # errors that concern only one conversation, which is skipped while the others continue
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the target answers."""
+    """Sampling parameters and template options for the target's answers."""
 
     temperature: float | None = None
     """Sampling temperature of every request. Default: the value in the target's
@@ -83,20 +83,24 @@ class RegenerationStats:
     refusal: str = ""
 
     def __str__(self) -> str:
-        parts = [f"{self.done:,} conversations regenerated ({self.cut:,} cut at the length limit)"]
+        parts = [
+            f"{self.done:,} conversations regenerated ({self.cut:,} truncated at the length limit)"
+        ]
         counts = {
             "were already there": self.already_there,
-            "hold no question": self.without_question,
+            "contain no question": self.without_question,
             "have no token ids, which this server does not return": self.without_ids,
             **{f"end {reason}": count for reason, count in self.departed.items()},
         }
         parts += [f"{count:,} {what}" for what, count in counts.items() if count]
         if self.tokens_kept:
-            parts.append(f"the states of {self.tokens_kept:,} tokens kept, for no second pass")
+            parts.append(f"the states of {self.tokens_kept:,} tokens were stored")
         if self.states_lost:
-            parts.append(f"the states of {self.states_lost:,} answers lost")
+            parts.append(f"the states of {self.states_lost:,} answers were lost")
         if self.refused:
-            parts.append(f"{self.refused:,} refused by the server, first: {self.refusal}")
+            parts.append(
+                f"{self.refused:,} refused by the server; the first reason: {self.refusal}"
+            )
         return "; ".join(parts)
 
 
@@ -175,7 +179,7 @@ class _Regeneration:
     ) -> None:
         self.endpoint, self.output, self.sampling = endpoint, output, sampling
         self.replaces, self.states = replaces, states
-        self.file: TextIO | None = None  # opened for the first answer
+        self.file: TextIO | None = None  # opened when the first answer is written
         self.stats = RegenerationStats()
         self.returns_ids = True
 
@@ -225,7 +229,7 @@ class _Regeneration:
             clock = asyncio.create_task(_show_time(bar))
             try:
                 await asyncio.gather(*workers)
-            finally:  # the others must not write into a closed file
+            finally:  # the other workers must not write to a closed file
                 for task in (*workers, clock):
                     task.cancel()
                 await asyncio.gather(*workers, clock, return_exceptions=True)
@@ -265,7 +269,7 @@ class _Regeneration:
         turns: list[TokenTurn | None] = []
         # A last question without an answer also gets one.
         messages = [*conversation["messages"], {"role": "assistant", "content": ""}]
-        num_taken = 0  # messages up to here are in the history, or replaced
+        num_taken = 0  # messages up to here are in the history, or have been replaced
         for place, message in enumerate(messages):
             if place < num_taken:
                 continue
@@ -377,7 +381,8 @@ class _Regeneration:
         with naming(self.output):
             self.file.write(json.dumps(row, ensure_ascii=False) + "\n")
             self.file.flush()
-            os.fsync(self.file.fileno())  # an answer costs seconds of a server, a sync milliseconds
+            # An answer takes a server seconds, but a sync takes only milliseconds.
+            os.fsync(self.file.fileno())
         self.stats.done += 1
 
     def _refuse(self, reason: str) -> None:

@@ -24,7 +24,7 @@ def to_device(value: T, device: torch.device) -> T:
         moved: dict[str, Any] = {
             name: to_device(part, device) for name, part in vars(value).items()
         }
-        return cast(T, type(value)(**moved))  # type: ignore[misc]  # it may be a class, for all mypy knows
+        return cast(T, type(value)(**moved))  # type: ignore[misc]  # to mypy, it may be a class
     return cast(T, _copy(value, device)) if isinstance(value, Tensor) else value
 
 

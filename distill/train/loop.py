@@ -45,7 +45,8 @@ from redraft.files.progress import Progress
 from redraft.heads.draft import Batch
 
 PRECISIONS = {"no": "float32", "bf16": "bfloat16, weights in float32,"}
-TIMED_STEPS = 3  # Steps to measure the speed of training by, after a first one that also warms up.
+# Number of steps with which to measure the training speed, after a first step that warms up.
+TIMED_STEPS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +82,7 @@ def _has_login() -> bool:
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
     try:
         return host is not None and host in netrc.netrc(os.environ.get("NETRC")).hosts
-    except (OSError, ValueError, netrc.NetrcParseError):  # there is none, or it cannot be read
+    except (OSError, ValueError, netrc.NetrcParseError):  # the file is missing or cannot be read
         return False
 
 
@@ -139,7 +140,7 @@ def make_accelerator(
         # It would wrap the module, and rename everything in checkpoints and exports.
         dynamo_backend="no",
         kwargs_handlers=[
-            # Keep gradients only in DDP's buckets, not a second time next to them.
+            # Keep gradients only in DDP's buckets, without a second copy.
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),
             InitProcessGroupKwargs(timeout=LONGEST_WAIT),
         ],
@@ -203,15 +204,15 @@ def train(
         rows = loop.batch_size * distillation.optim.accumulation * ranks.data_ranks
         print(describe_length(loop, rows, data))
         if distillation.step_index >= loop.steps or _is_past_its_best(run.metrics, loop):
-            print("the training run was already complete: its draft is published and proven again")
+            print("the training run was already complete: publishing and proving its draft again")
     trainer.train_until(loop.steps, loop)
     if loop.stop_by == "acceptance":
         # All ranks must take part, because the weights of a sharded draft are spread over them.
         run.restore_best(distillation.resume)
         if accelerator.is_main_process:
             print(
-                f"the draft of step {distillation.step_index} is kept: no later evaluation had a "
-                "higher tau"
+                f"the draft of step {distillation.step_index} is kept, because no later "
+                "evaluation had a higher tau"
             )
     # Read it from the metrics, because a run resumed after the last step trains nothing and
     # measures no speed.
@@ -302,7 +303,7 @@ class _Trainer:
         for step in bar:
             if _is_past_its_best(
                 run.metrics, loop
-            ):  # also at once, if a run is resumed that had already stopped for this reason
+            ):  # this ends a resumed run at once if it had already stopped for this reason
                 bar.close()
                 break
             batches = upcoming or self._batches(loop, step)

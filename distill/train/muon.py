@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from redraft.engine.hardware import this_machine
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Factors of x, x^3 and x^5. Five such polynomials bring singular values of 0.02 to 1 between 0.7
-and 1.2.
+"""Coefficients of x, x^3 and x^5. Five such polynomials bring singular values of 0.02 to 1 between
+0.7 and 1.2.
 """
 
 ITERATIONS = 5
-OUTPUT_HEADS = ("lm_head", "lm_heads", "head", "markov_w2")  # linear layers with token outputs
+# Names of linear layers whose outputs are tokens.
+OUTPUT_HEADS = ("lm_head", "lm_heads", "head", "markov_w2")
 
 
 class Muon(torch.optim.Optimizer):
@@ -35,7 +36,8 @@ class Muon(torch.optim.Optimizer):
         self, matrices: Iterable[Tensor], *, lr: float, momentum: float, weight_decay: float
     ) -> None:
         super().__init__(matrices, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-        self.dtype: torch.dtype | None = None  # dtype of the iteration; None as in `orthogonalise`
+        # Dtype of the iteration; None means the same as in `orthogonalise`.
+        self.dtype: torch.dtype | None = None
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

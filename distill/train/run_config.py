@@ -23,7 +23,7 @@ from redraft.heads.options import Standalone
 
 Options = TypeVar("Options")
 
-MAX_DRAFT_TOKENS = 128  # limit of vLLM's rejection sampler, for one request in one step
+MAX_DRAFT_TOKENS = 128  # limit of vLLM's rejection sampler, per request and step
 
 
 def require_least(config: Any, group: str = "", **least: int) -> None:
@@ -186,9 +186,9 @@ class Loop:
     batch_size: int = 8
     """Number of rows per process and micro-batch, each with --loop.sequence-length tokens."""
     sequence_length: int = 4096
-    """Number of tokens per row, at most the target's number of positions. Train at the context
-    length that you serve: a draft is poor beyond the positions it was trained on. A longer
-    conversation is cut after the last answer that fits.
+    """Number of tokens per row, at most the target's maximum context length. Train at the context
+    length that you serve, because acceptance is low beyond the length that a draft was trained on.
+    A longer conversation is cut after the last answer that fits.
     """
     context_parallel: int = 1
     """Number of processes that share each row. Every process computes an equal part of its tokens,
@@ -229,7 +229,7 @@ class Loop:
         if self.compile:
             from redraft.distill.launch.compiled import (
                 require_compiler,
-            )  # here, because it imports torch
+            )  # imported here, because it imports torch
 
             require_compiler()
         require_least(

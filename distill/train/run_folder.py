@@ -91,7 +91,7 @@ def _find_foreign(folder: Path) -> Path | None:
     if folder.name != CHECKPOINTS:
         return find_foreign(folder)
     for path in sorted(folder.iterdir()):
-        # A copy made by hand (step-000100-good) does not belong to the run.
+        # A manual copy (step-000100-good) does not belong to the run.
         is_ours = _is_step(path) or path.name in (CHECKPOINTS, "metrics.jsonl")
         if not is_ours and not path.name.startswith("."):
             return path
@@ -214,7 +214,7 @@ class RunFolder:
                     )
                     key, was, is_now = f"{key}.{part}", was.get(part), is_now.get(part)
                 raise ValueError(
-                    f"{self.folder} contains a different run, {key} was {was!r} and is now {is_now!r}: "
+                    f"{self.folder} contains a different run: {key} was {was!r}, but is now {is_now!r}; "
                     f"{self._way_out()}"
                 )
         self._describe()
@@ -349,8 +349,8 @@ class RunFolder:
         self.accelerator.wait_for_everyone()
 
     def _checkpoints(self) -> list[Path]:
-        # Sort by number, because as text, step-1000000 sorts before step-999999. A copy made by
-        # hand (step-000100-good) does not belong to the run.
+        # Sort by number, because as text, step-1000000 sorts before step-999999. A manual copy
+        # (step-000100-good) does not belong to the run.
         named = (self.folder / CHECKPOINTS).glob("step-*")
         return sorted(filter(_is_step, named), key=_step_of)
 
@@ -362,7 +362,7 @@ class RunFolder:
         Raises:
             ValueError: the checkpoint is corrupt or truncated.
         """
-        newest = self.on_main(self._verify_newest)  # another machine may not see it yet
+        newest = self.on_main(self._verify_newest)  # another machine may not see the folder yet
         step = 0
         if newest:
             read(self.folder / CHECKPOINTS / newest)
@@ -382,7 +382,7 @@ class RunFolder:
         lines = path.read_text().splitlines() if path.exists() else []
         whole = [
             json.loads(line) for line in lines if line.endswith("}")
-        ]  # a kill may have cut the last line
+        ]  # a kill may have truncated the last line
         # The steps after the checkpoint will be taken and logged again.
         kept = [entry for entry in whole if entry["step"] <= step]
         write_whole(path, "".join(json.dumps(entry) + "\n" for entry in kept))

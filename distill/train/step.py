@@ -36,8 +36,10 @@ from redraft.distill.train.unpickle import without_code
 from redraft.eval.forecast.greedy import QuickMetrics, metric_sums, quick_metrics
 from redraft.heads.draft import Batch, Draft, TargetSignal, label_rows, token_rows
 
-PROGRESS = "progress.json"  # of a checkpoint: steps done, and the layout of the ranks
-MAX_SKIPPED_IN_A_ROW = 20  # a run non-finite this long will not recover: it stops
+# File in a checkpoint with the number of steps and the layout of the ranks.
+PROGRESS = "progress.json"
+# Number of non-finite steps in a row after which a run will not recover, and stops.
+MAX_SKIPPED_IN_A_ROW = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +135,7 @@ def _written_by(progress: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def make_optimizers(module: nn.Module, optim: Optim) -> list[torch.optim.Optimizer]:
-    """Make optimizers that together update every trained parameter of the module exactly once."""
+    """Create optimizers that together update every trained parameter of the module exactly once."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     matrices, rest = split(module) if optim.name == "muon" else ([], trained)
     optimizers: list[torch.optim.Optimizer] = []
@@ -147,7 +149,7 @@ def make_optimizers(module: nn.Module, optim: Optim) -> list[torch.optim.Optimiz
             lr=optim.lr,
             betas=BETAS,
             weight_decay=optim.weight_decay,
-            fused=True,  # one pass over each parameter instead of a dozen, on a CPU too
+            fused=True,  # makes one pass over each parameter instead of a dozen, even on a CPU
         )
         optimizers.append(adamw)
     return optimizers
@@ -215,7 +217,7 @@ class Distillation:
             )
 
     def divide(self, accumulation: int) -> None:
-        """Take steps in this many micro-batches from now on. An interrupted step is forgotten."""
+        """Take steps in this many micro-batches from now on. An interrupted step is discarded."""
         self.optim = replace(self.optim, accumulation=accumulation)
         self.accelerator.gradient_accumulation_steps = accumulation
         self.accelerator.step = 0  # accelerate counts micro-batches
@@ -253,7 +255,7 @@ class Distillation:
             ValueError: MAX_SKIPPED_IN_A_ROW steps in a row were skipped, or DeepSpeed cannot skip
                 this one.
         """
-        assert len(batches) == self.optim.accumulation, "a step takes all of its micro-batches"
+        assert len(batches) == self.optim.accumulation, "the step uses all of its micro-batches"
         # Do not use a scheduler: accelerate would step it once per process, and DeepSpeed would
         # step it too late.
         lr = self.optim.lr * self.optim.rate(self.step_index, self.num_steps)
@@ -301,7 +303,7 @@ class Distillation:
 
         All ranks must call this. It waits for the device.
         """
-        # Use one sum over the ranks, and one read.
+        # Use a single sum over the ranks, and a single read from the device.
         results = torch.cat([unread.sums_S3.double().flatten(), unread.loss[None]])
         *sums, loss = self._sum_over_ranks(results).tolist()
         return StepStats(
@@ -330,8 +332,9 @@ class Distillation:
         Raises:
             ValueError: the loss is not finite, but DeepSpeed already holds earlier gradients.
         """
-        # DeepSpeed takes the step within `backward`, so the loss is read first. Without DeepSpeed,
-        # `_update` reads the loss together with the norm, and clears a non-finite gradient.
+        # DeepSpeed takes the step within `backward`, so the loss must be read first. Without
+        # DeepSpeed, `_update` reads the loss together with the norm, and clears a non-finite
+        # gradient.
         if uses_deepspeed() and int(self._count_not_finite([loss.detach()])):
             if self.optim.accumulation > 1:
                 raise ValueError(
@@ -354,8 +357,9 @@ class Distillation:
         with the norm.
         """
         norm = self.accelerator.clip_grad_norm_(self.module.parameters(), self.optim.max_grad_norm)
-        if uses_deepspeed():  # `backward` has made the step already
-            grad_norm, num_finite = float(norm or 0.0), len(losses)  # it may have no norm to give
+        if uses_deepspeed():  # `backward` has already taken the step
+            # DeepSpeed may not provide the norm.
+            grad_norm, num_finite = float(norm or 0.0), len(losses)
             tokens, labels = counts_2.tolist()
             (optimizer,) = self.optimizers
             finite = math.isfinite(grad_norm) and not optimizer.step_was_skipped
@@ -401,7 +405,7 @@ class Distillation:
         """This rank's part of the loss per label, float64 []."""
         total = torch.zeros((), dtype=torch.float64, device=self.accelerator.device)
         for loss in losses:
-            # The factor of `scale` is removed, so that the sum over ranks is the loss per label.
+            # The factor `scale` is removed, so that the sum over ranks is the loss per label.
             total += loss / (self.accelerator.num_processes * self.optim.accumulation)
         return total
 

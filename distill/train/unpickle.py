@@ -98,7 +98,7 @@ def _list_deepspeed_classes() -> list[Any]:
 
 
 def _find_member(kind: Any, name: str) -> Any:
-    """Return an enum member, which Python before 3.11.4 pickles as a call of getattr.
+    """Return an enum member, which Python before 3.11.4 pickles as a call to getattr.
 
     This function replaces getattr when such a pickle is read.
     """
@@ -129,7 +129,7 @@ class _KnownPickles:
     def load(self, file: Any) -> Any:
         try:
             return _Unpickler(file).load()
-        except Exception as error:  # a damaged pickle raises anything
+        except Exception as error:  # a damaged pickle may raise any exception
             self.refused.append(str(error) or type(error).__name__)
             raise
 
@@ -141,4 +141,4 @@ def _find_refusals(error: BaseException) -> Iterator[str]:
             yield from _find_refusals(failure)
     elif isinstance(error, pickle.UnpicklingError):
         named = re.search(r"(?:GLOBAL|it names) (\S+)", str(error))
-        yield f"it names {named[1]}" if named else "it is no pickle of a training"
+        yield f"it names {named[1]}" if named else "it is not a pickle of a training run"

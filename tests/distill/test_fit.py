@@ -247,7 +247,7 @@ def test_a_tight_fit_is_told_once_with_the_command_that_counts_the_rest(
     assert say(3_400_000_000) == "", "58.6 GB"
     assert say(3_500_000_000) == (
         "warning: without activations, target and draft already need 60.2 GB of the 85.5 GB of "
-        "cuda:0; to count activations, run redraft count this\n"
+        "cuda:0; to include activations, run redraft count this\n"
     )
     accelerator.is_main_process = False
     assert say(3_500_000_000) == ""

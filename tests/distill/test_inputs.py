@@ -95,8 +95,8 @@ def test_every_row_is_used_or_counted_in_both_parts(
         "an assistant turn; "
         "2 conversations with no answer inside the window; 3 answers cut at the window, with no "
         "earlier turn to cut at; 310 labels beyond the window left out, 41.0% of all",
-        "duplicates: 2 of 2 held-out answers stood in training word for word; "
-        "2 conversations with them and 0 repeated ones taken out",
+        "duplicates: 2 of 2 held-out answers also occur word for word in training; "
+        "removed 2 conversations with them and 0 repeated ones",
     ]
     assert len(data.prompts) == 3
 
@@ -122,7 +122,7 @@ def test_conversations_end_where_a_served_drafts_view_ends(
     data = load(path, target, tmp_path / "run", is_head=is_head)
     is_cut = bool(changes) and not (is_head and "sliding_window" in changes)
     said, length = capsys.readouterr().out, 40 if is_cut else 96
-    assert (f"{length} tokens, because a server" in said) == is_cut
+    assert (f"{length} tokens, because a draft" in said) == is_cut
     for part in (data.train, data.held_out):
         assert max(len(sample.input_ids) for sample in part.samples) == length
         batch = part.batch(0, batch_size=1)

@@ -46,7 +46,7 @@ def test_a_run_that_fits_tightly_prints_the_command_of_its_training(
     (line,) = (
         line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")
     )
-    counting = read(line.partition("to count activations, run ")[2])
+    counting = read(line.partition("to include activations, run ")[2])
     assert (counting.family, counting.target, counting.optim) == (family, cfg.target, "muon")
     assert (counting.batch_size, counting.sequence_length) == (
         cfg.loop.batch_size,

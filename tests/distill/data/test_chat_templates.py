@@ -339,7 +339,7 @@ def test_text_beside_a_call_is_refused_if_the_template_drops_it() -> None:
     found, stats = learn("Llama 3.2", {"messages": chat, "tools": TOOLS})
     assert [text for _, text in found] == ["6<|eot_id|>"]
     assert stats.refused_answers == {
-        "with text beside tool calls that the chat template leaves out": 1
+        "with text in addition to tool calls that the chat template leaves out": 1
     }
     (first, _), _ = learn("Qwen3", {"messages": chat, "tools": TOOLS})
     assert first[1] == "Let me see.\n" + CALLED["Qwen3"]

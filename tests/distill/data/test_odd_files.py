@@ -127,7 +127,7 @@ def test_a_card_that_declares_no_path_in_its_folder_is_named(tmp_path: Path, pat
     write(tmp_path / "a.jsonl", LINES.encode())
     card = f"---\nconfigs:\n- data_files: ['a.jsonl', '{pattern}']\n---\n"
     write(tmp_path / "README.md", card.encode())
-    with pytest.raises(ValueError, match=r"README\.md declares .*no path"):
+    with pytest.raises(ValueError, match=r"README\.md declares .*not a path"):
         load_conversations(str(tmp_path))
 
 

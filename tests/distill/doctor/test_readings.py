@@ -179,19 +179,19 @@ def test_a_sound_head_has_no_better_reading(name: str, world: World) -> None:
         (
             "dflash",
             lambda config: config["dflash_config"].update(target_layer_ids=[1, 3, 4]),
-            "the head was trained on the aux layers [1, 3, 4], and is fed [2, 4, 5]",
+            "the head was trained on the aux layers [1, 3, 4], but the engine feeds it [2, 4, 5]",
             'write "target_layer_ids": [0, 2, 3] into dflash_config of config.json',
         ),
         (
             "dspark",
             lambda config: config.update(target_layer_ids=[1, 3, 4]),
-            "the head was trained on the aux layers [1, 3, 4], and is fed [2, 4, 5]",
+            "the head was trained on the aux layers [1, 3, 4], but the engine feeds it [2, 4, 5]",
             'write "target_layer_ids": [0, 2, 3] at the top level of config.json',
         ),
         (
             "peagle",
             lambda config: config.update(eagle_aux_hidden_state_layer_ids=[0, 2, 3]),
-            "the head was trained on the aux layers [1, 3, 4], and is fed [0, 2, 3]",
+            "the head was trained on the aux layers [1, 3, 4], but the engine feeds it [0, 2, 3]",
             'write "eagle_aux_hidden_state_layer_ids": [1, 3, 4] at the top level of config.json',
         ),
         (

@@ -205,7 +205,7 @@ def test_a_conversation_that_the_server_refuses_is_counted_and_the_rest_goes_on(
             Sampling(),
         )
         assert (stats.done, stats.refused) == (1, 1)
-        assert "first: " + url in str(stats)
+        assert "the first reason: " + url in str(stats)
         assert str(stats).endswith("HTTP 400: maximum context length is 9")
         with pytest.raises(ValueError, match=r"HTTP 400: .*\b9\b"):
             regenerate(
@@ -573,7 +573,7 @@ def test_a_private_authority_counts_for_this_machine_and_a_missing_one_is_named_
         with teaching(Scripted()) as plain:
             url = plain.url.replace("http:", "https:")
             monkeypatch.delenv("SSL_CERT_FILE")
-            with pytest.raises(ConnectionError, match=rf"{url}.*no TLS.*http://"):
+            with pytest.raises(ConnectionError, match=rf"{url}.*not use TLS.*http://"):
                 run()
         url = teacher.url
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))

@@ -134,8 +134,8 @@ def test_an_agentic_session_is_answered_past_three_tool_results_token_by_token(
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"at_3": {"tool_calls": [make_call(7)]}}, "another call"),
-        ({"at_3": {"tool_calls": [make_call(1), make_call(2)]}}, "another call"),
+        ({"at_3": {"tool_calls": [make_call(7)]}}, "a different call"),
+        ({"at_3": {"tool_calls": [make_call(1), make_call(2)]}}, "a different call"),
         ({"at_3": {"tool_calls": []}}, "the data does not"),
         ({"at_4": {"role": "user"}}, "no result of a call"),
         ({"at_5": {"role": "tool"}}, "result without a call"),
@@ -317,7 +317,7 @@ def test_an_agentic_sessions_states_are_kept_once_and_read_without_a_server(tmp_
 def test_states_of_another_number_of_tokens_are_counted_and_not_kept(tmp_path: Path) -> None:
     stats, _, _ = keep_states(tmp_path, breaks=True)
     assert (stats.done, stats.tokens_kept, stats.states_lost) == (1, 0, STEPS + 1)
-    assert "the states of 4 answers lost" in str(stats)
+    assert "the states of 4 answers were lost" in str(stats)
     assert not list((tmp_path / "kept").iterdir())
 
 

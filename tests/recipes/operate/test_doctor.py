@@ -229,7 +229,7 @@ def test_a_draft_that_fits_ends_with_0_and_says_what_was_not_checked(
     out = capsys.readouterr().out
     assert "Everything fits." in out
     assert "eagle1, 3 tokens a step" in out
-    assert "note          no label_probe in its provenance" in out
+    assert "note          its provenance has no label_probe" in out
 
 
 def test_a_draft_that_does_not_fit_ends_with_1_and_a_line_for_each_problem(

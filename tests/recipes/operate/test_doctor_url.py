@@ -92,8 +92,8 @@ def test_doctor_finds_a_head_that_llama_cpp_was_given_wrongly(
         taus = [FACT.search(facts[name])[1] for name in ("acceptance", "forecast")]
         assert (taus[0] == taus[1]) == (status == 0)
         assert facts["text"].startswith("100.0%")
-        assert facts["server"].endswith("llama.cpp of an unnamed version")
-    assert "otherwise than training" in found[1]["findings"][-1]["cure"]
+        assert facts["server"].endswith("llama.cpp of an unknown version")
+    assert "differently from training" in found[1]["findings"][-1]["cure"]
 
 
 def test_doctor_forecasts_on_the_text_of_a_quantised_target_in_llama_cpp(
@@ -156,7 +156,7 @@ def test_doctor_reads_sglangs_counts_and_names_an_unknown_version(
         status, found = ask_doctor(world.folder.folder, draft, url, capsys)
     assert status == 0, found
     assert [one["is_doubt"] for one in found["findings"]] == [True] * doubts
-    assert all("rules follow 0.5.23" in one["problem"] for one in found["findings"])
+    assert all("rules are based on 0.5.23" in one["problem"] for one in found["findings"])
     facts = found["pair"]
     assert FACT.search(facts["acceptance"])[1] == FACT.search(facts["forecast"])[1]
 
