@@ -221,6 +221,10 @@ class Seen(msgspec.Struct):
     texts: list[tuple[list[int], list[int]]] = []
     """Token ids of prompts and answers of the traffic."""
     failures: list[str] = []
+    counted: int = 0
+    """Number of failures in finished parts. Those of an interrupted part are dropped, because its
+    servers were stopped.
+    """
 
 
 @dataclass
@@ -297,7 +301,10 @@ class Play:
                 start_s = self.start()
                 if not seen.ready_s:
                     seen.start_s, seen.ready_s = start_s, time.time()
+            del seen.failures[seen.counted :]
             await play()
+            self.save()
+            seen.counted = len(seen.failures)
             seen.finished.append(name)
             self.save()
 
