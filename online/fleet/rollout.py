@@ -205,7 +205,7 @@ async def try_canary(
         return await _roll_back(
             servers, incumbent, f"canary {canary.url}: {reason}", policy, finding
         )
-    against = "the control group" if control else "itself before (no control group)"
+    against = "the control group" if control else "its own earlier results (no control group)"
     return _outcome(finding, f"canary {canary.url} against {against}: {reason}", aligned, candidate)
 
 

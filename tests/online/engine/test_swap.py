@@ -568,7 +568,7 @@ def test_the_draft_is_there_again_after_sleep(half_way_and_asleep):
         assert report["output"] == start["output"]
         told = report["result"]
         assert (told["load"]["ok"], told["load"]["touched"]) == (False, False)
-        assert "asleep" in told["load"]["error"]
+        assert "sleep" in told["load"]["error"]
         assert (told["staged"]["ok"], "sleeping" in told["staged"]["error"]) == (False, True)
         is_intact = [told["asleep"]["draft_intact"], told["half_awake"]["draft_intact"]]
         assert is_intact == [level == 1, True]

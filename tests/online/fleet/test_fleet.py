@@ -517,7 +517,7 @@ async def test_a_fleet_of_one_whose_target_moves_has_no_minutes_to_compare_with(
         await until(lambda: fake.version == NEW)
         traffic.tau[NEW], fake.target_versions = 1.5, repeat("1@1")
         outcome = await rollout
-        assert (outcome.passed, "moved" in outcome.reason) == (True, True), outcome.reason
+        assert (outcome.passed, "weights changed" in outcome.reason) == (True, True), outcome.reason
 
 
 @in_event_loop

@@ -222,7 +222,7 @@ def test_a_corrupt_record_in_a_file_from_which_it_cannot_be_deleted_costs_this_f
     with open_buffer(tmp_path) as buffer:
         assert numbers_of(buffer.fresh(0, 9)) == [0, 1, 2], "the others were read before"
         assert buffer.status().counts == {"corrupt_on_disk": 1, "damaged_files": 1}
-        assert "gone" in buffer.damage[0]
+        assert "lost" in buffer.damage[0]
         assert buffer.append(frames_of(make_record(9)), 0.0) == {"stored": 1}
 
 

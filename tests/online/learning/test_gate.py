@@ -220,7 +220,7 @@ def test_an_incumbent_that_computes_nonsense_is_an_error() -> None:
 
 
 def test_sequences_must_pair_up() -> None:
-    with pytest.raises(ValueError, match="pair"):
+    with pytest.raises(ValueError, match="same length"):
         judge(make_scored([1.0] * 2), make_scored([1.0]), ["a"], LENIENT)
 
 
