@@ -296,7 +296,8 @@ def _from_rows(rows: Iterable[Row], source: str, domain_column: str | None, stri
         except UnusableRowError as error:
             if strict:
                 raise SettingError(
-                    f"{source}, {row.place}: {error} (without {{strict}}, the row is skipped)"
+                    f"unusable row in {source}, {row.place}: {error} (without {{strict}}, the row "
+                    "is skipped)"
                 ) from None
             loaded.skipped.add(row.place, error)
         else:

@@ -236,7 +236,8 @@ def open_plain(path: Path) -> Iterator[BinaryIO]:
 def _find_compression(path: Path, start: bytes) -> str:
     """Return the suffix for a file's compression; empty for plain content.
 
-    The content decides: a browser unpacks a .gz file and keeps its name.
+    The compression is detected from the content before the file name, because a browser may
+    unpack a .gz file and keep its name.
     """
     packed = (suffix for suffix, magic in COMPRESSIONS.items() if start.startswith(magic))
     is_plain_json = start.removeprefix(codecs.BOM_UTF8).lstrip()[:1] in (b"{", b"[")

@@ -8,7 +8,7 @@ from jinja2 import TemplateSyntaxError, meta, nodes
 
 from redraft.distill.data.modes import EFFORT, EFFORTS, NO_EFFORTS, SWITCHES
 
-# Names that are not template arguments of a request.
+# Variables of a template that the server sets itself, so a request cannot pass them as arguments.
 FIXED = {"messages", "tools", "add_generation_prompt"}
 
 Arguments = dict[str, Any]  # `chat_template_kwargs` of a request.

@@ -42,9 +42,9 @@ class OneAhead:
         self._flight = _Flight(batch, lambda: self._get(batch))
 
     def __call__(self, batch: Batch) -> TargetSignal:
-        """Return the signal for a batch: the one that was started with this object, or a new one.
+        """Return the batch's signal; compute it now unless `start` was called with this batch.
 
-        Raises the errors of the source.
+        Any exception from the signal source is raised here.
         """
         flight = self._flight
         if flight is not None:
