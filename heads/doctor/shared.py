@@ -112,7 +112,7 @@ def positions(pair: Pair) -> Iterator[Finding]:
         pair.layer_config.get("max_position_embeddings"),
         pair.target_config.max_position_embeddings,
     )
-    # More positions than the target's are harmless, because no served text is longer.
+    # More positions than the target's are harmless, because no served sequence is longer.
     if mine is not None and mine < its:
         yield Finding(
             f"the draft has {mine} positions, but the target serves {its}: nothing is drafted "
@@ -231,7 +231,7 @@ def _sizes(pair: Pair) -> Mapping[str, Any]:
 
 
 def _read_target(pair: Pair, key: str) -> Any:
-    # Defaults of transformers for absent keys.
+    # If the config does not contain a key, use the default that transformers uses.
     config = pair.target_config
     if key == "head_dim":
         return getattr(config, key, None) or config.hidden_size // config.num_attention_heads

@@ -63,11 +63,11 @@ class StepMemory:
 
     def attend(self, q_BHTE: Tensor, k_BGTE: Tensor, v_BGTE: Tensor, scale: float) -> Tensor:
         q, k, v = _prepare(q_BHTE, k_BGTE, v_BGTE)
-        if not self.pairs:  # later calls add keys only of the row itself
+        if not self.pairs:  # in later calls, a row attends to no new keys but its own
             k, v = gather_keys(self._shared, k, v)
         self.pairs.append((k, v))
-        # The first pair contains the keys of every row, [B, G, T, E]. A later pair contains one key
-        # for each row that it continues.
+        # The first pair contains the keys and values of all rows, [B, G, T, E]. Each later pair
+        # contains one key and one value for each row of that call.
         context, *own = self.pairs
         if self._rows_BN is not None and own:
             # Rows keep the order of `rows_BN`, so this step's rows are the first n of every earlier

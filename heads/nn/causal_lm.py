@@ -55,7 +55,7 @@ product, and any scale or cap makes a larger difference.
 def language_model(model: Any) -> Any:
     """The decoder of a causal LM, which contains the layers.
 
-    In a model for text and images, it is the decoder for text.
+    For a vision-language model, this returns the text decoder.
     """
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
     # Llama 4's class declares an attribute that it does not have, and is its own decoder.
