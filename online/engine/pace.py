@@ -76,8 +76,8 @@ def find_decider(vllm_config: Any) -> str:
 
 
 def keeps_keys(speculative: Any) -> bool:
-    """Whether the draft attends to its own keys of the text, so that it must have read the text."""
-    if speculative.use_gemma4_mtp():  # it attends to the target's KV cache
+    """Whether the draft has its own KV cache and must process the whole context itself."""
+    if speculative.use_gemma4_mtp():  # this draft attends to the target's KV cache
         return False
     return bool(speculative.use_eagle() or speculative.uses_draft_model())
 

@@ -385,7 +385,7 @@ class FleetServer:
     async def _request(
         self, method: str, path: str, timeout_s: float, json: object = None
     ) -> bytes:
-        """Return the content of the answer, which must arrive completely within `timeout_s`."""
+        """Return the response body, which must arrive completely within `timeout_s`."""
         authorization = {"Authorization": f"Bearer {self.token}"}
         try:
             # httpx's timeouts apply between two bytes, so a server that sends slowly would never

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from redraft.online.learning.buffer_file import Index
 from redraft.online.learning.config import Replay
 
-OTHER = "other"  # all domains that are not evaluated separately; this one is not evaluated
+# Name for all domains that are not evaluated separately. `other` itself is not evaluated.
+OTHER = "other"
 MAX_DOMAINS = 32  # maximum number of separate domains, in addition to the known ones
 
 FULL_TENANT, LEAST_FULL = 20, 5

@@ -196,8 +196,8 @@ def store(frames: Frames, buffer: Buffer, vocab_size: int, now_s: float) -> Take
         taken += Taken(counts=buffer.append(batch, now_s))
         for _, record in batch:
             if isinstance(record, Record) and record.base == buffer.target_fingerprint:
-                # Before the first `refresh_names`, there are no names, and every domain is shown
-                # under its own.
+                # Before the first `refresh_names`, `buffer.names` is empty, and every domain is
+                # shown under its own name.
                 domain = (
                     buffer.names.get(record.domain, OTHER)
                     if buffer.names

@@ -110,7 +110,7 @@ class RollingFiles:
         return sum(file.num_bytes() for file in self.files)
 
     def last_number(self) -> int:
-        """Return the highest number in any file; 0 if there is none."""
+        """Return the highest sequence number in all files; 0 if there are no records."""
         return int(self.index()["seq"].max(initial=0))
 
     def index(self) -> Index:
@@ -146,14 +146,18 @@ class RollingFiles:
         num_bytes = estimate_bytes(frame for _, _, frame in rows)
         while self.files and self.num_bytes() + num_bytes > self.max_bytes:
             self._make_room()
-        # A file that proves damaged is dropped, so this loop ends with a new file at the latest.
+        # If `insert` finds that a file is damaged, the file is dropped, so this loop ends with a
+        # new file at the latest.
         while not self.unless_damaged(
             self._newest(rows[0][0], now_s), lambda file: file.insert(rows), False
         ):
             pass
 
     def _make_room(self) -> None:
-        """Make room by dropping the excess of a tenant that fills a file, or the oldest file."""
+        """Free space by dropping records of a tenant above its share, or else the oldest file.
+
+        A tenant's records are dropped only where they take up more than half of a file.
+        """
         found = list(self.each(lambda file: (file, file.index()["tenant"], file.frame_sizes())))
         if not found:
             return

@@ -79,9 +79,10 @@ class StreamSource:
         now_s: Callable[[], float] = time.time,
         registry_id: str = "",
     ) -> None:
-        """`now_s` returns the time of arrival and is called on the event loop's thread.
+        """Store the settings; the connection is opened later.
 
-        `registry_id` keeps learners of two registries apart.
+        `now_s` returns the current time, with which arriving records are stored. It is called on
+        the event loop's thread. `registry_id` distinguishes learners of different registries.
         """
         self.ingest, self.config, self.limits, self.registry_id = (
             ingest,
@@ -96,7 +97,8 @@ class StreamSource:
         self._erase_from_s = 0.0
         self.faults: list[
             tuple[str, str]
-            # The broker's faults (name, and a reason or "" at the end), which the reporter clears.
+            # Faults of the broker as (name, reason), with an empty reason when the fault ends. The
+            # reporter clears the list.
         ] = []
 
     async def take(self) -> Taken:
