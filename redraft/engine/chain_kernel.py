@@ -121,7 +121,10 @@ def read(text, draft, length, places, inside):
 
 @triton.jit
 def find_in_text(text, draft, length, end, NUM_RUNS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return (length of the longest run at the end that occurs earlier, its first position)."""
+    """Find the longest suffix of the tokens before `end` that occurs earlier.
+
+    Return its length, and the position of the last token of its earliest occurrence.
+    """
     newest = read(text, draft, length, end - 1, end > 0)
     best = end - end
     begin = end - end
@@ -158,7 +161,10 @@ def find_in_table(
     NUM_PROBES: tl.constexpr,
     IS_LIVE: tl.constexpr,
 ):
-    """Return (kind of the longest run at the end that is in the table, or -1; its token)."""
+    """Find the longest suffix of the tokens before `end` that is a run in the table.
+
+    Return the run's kind, or -1 if there is none, and the token that follows the run.
+    """
     hashed, ways = start, tl.arange(0, WAYS)
     kind, token = owner - owner - 1, owner - owner
     size = tl.cast(num_buckets, tl.uint64)

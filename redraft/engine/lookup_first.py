@@ -192,7 +192,7 @@ class LookupFirst:
         # Requests whose newest draft came from the lookup.
         self.looked_up: frozenset[str] = frozenset()
         self.propose_by_head: Any
-        """The next call, which is the head's."""
+        """The head's own `propose`, with the same arguments; set by the hooks."""
 
     def skip(self) -> None:
         """Process a step that has no proposals."""
@@ -200,7 +200,10 @@ class LookupFirst:
         self.lookup.skip()
 
     def swapped(self) -> None:
-        """Restart the measurement for a new head. It is probably similar to the old one."""
+        """Restart the measurements after a swap of the head.
+
+        The old head's hit rate is the initial estimate, because the new head is probably similar.
+        """
         self.by_head, self.at_matches = (
             FirstTokens(hits=old.probability) for old in (self.by_head, self.at_matches)
         )
@@ -226,8 +229,8 @@ class LookupFirst:
             self.live is None or self.by_head.is_good or self.by_head.is_due()
         )
         by_head = self.limits.choose(most if is_wanted else min(most, len(judged), 1), len(sampled))
-        # With 0 tokens, vLLM's proposer still reads the step's tokens to compute its keys, and
-        # returns a tensor [B, 0]. `replace` makes a copy, because vLLM reads `scheduled` again
+        # With 0 tokens, vLLM's proposer still processes the step's tokens to fill its KV cache, and
+        # returns a tensor [B, 0]. `replace` makes a copy, because vLLM uses `scheduled` again
         # afterwards.
         drafted = self.propose_by_head(
             replace(scheduled, num_spec_tokens_to_schedule=by_head), sampled, *rest

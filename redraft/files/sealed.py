@@ -95,7 +95,7 @@ def set_aside(path: Path) -> Path:
 
 
 def _checksum(fields: Mapping[str, Any]) -> str:
-    # Convert to JSON and back first, because json sorts 2 before 10 as numbers, but "10" before "2"
-    # as keys of a file.
+    # Convert to JSON and back first, so that all keys are strings, as they are when read from a
+    # file: json sorts the number 2 before 10, but the string "10" before "2".
     canonical = json.dumps(json.loads(json.dumps(fields)), sort_keys=True, separators=(",", ":"))
     return f"{zlib.crc32(canonical.encode()):08x}"
