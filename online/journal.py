@@ -42,7 +42,7 @@ from redraft.files.printable import printable
 logger = logging.getLogger("redraft.journal")
 
 NUM_FILES = 8  # Number of files in a full journal. Deleting the oldest one removes an eighth of it.
-MAX_REASON_CHARS = 500  # Longer reasons are truncated, because they may quote a server's answer.
+MAX_REASON_CHARS = 500  # Longer reasons are truncated, because they may quote a server's response.
 _NOT_ASCII = re.compile(r"[^ -~]")
 
 Identifier = Annotated[str, msgspec.Meta(pattern=r"^[^\s\x00-\x1f\x7f-\x9f]+\Z", max_length=200)]

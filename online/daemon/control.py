@@ -76,7 +76,7 @@ async def serve(folder: Path, answer: Answer) -> AsyncIterator[None]:
                 reply = await answer(request)
             except (ValueError, OSError, KeyError) as error:
                 reply = {"error": str(error)}
-            except Exception as error:  # otherwise, the client would wait for an answer
+            except Exception as error:  # otherwise, the client would wait for a reply
                 reply = {"error": f"the request {reprlib.repr(request)} failed: {error!r:.400}"}
             writer.write(msgspec.json.encode(reply) + b"\n")
             await writer.drain()

@@ -214,14 +214,14 @@ class Judge:
 def choose_judging(latest: Judging, servers: Counter[Drafting]) -> tuple[Judging, str]:
     """Choose the settings to judge with; return them with a description of their source.
 
-    They are the settings with which most servers draft. If no server answers, the latest settings
+    The chosen settings are those of most servers. If no server responds, the latest settings
     stay in effect: those that servers reported last, or otherwise the configured ones.
     """
     if not servers:
         stays = Drafting(latest.num_speculative_tokens, latest.draft_sample_method)
         return latest, f"{stays}, unchanged, because no server reports its drafting settings"
     # If several settings are equally common, take those that draft less, so that the verdict does
-    # not depend on the order of the answers.
+    # not depend on the order of the servers' responses.
     chosen = min(servers, key=lambda drafting: (-servers[drafting], drafting))
     source = f"{chosen}, the drafting settings of {servers[chosen]} of {servers.total()} servers"
     return replace(latest, **asdict(chosen)), source if len(

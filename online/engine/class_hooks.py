@@ -171,8 +171,8 @@ def compare_ranks(call: Any) -> Any:
 
     If a load failed on only some ranks, all ranks reset the name of their weights.
 
-    vLLM's own method stops at the first rank that fails. It would return the answers of later ranks
-    as answers to the next call.
+    vLLM's own method stops at the first rank that fails, and would return the results from later
+    ranks as results of the next call.
     """
 
     @wraps(call)  # vLLM converts a utility call's arguments according to the signature

@@ -22,7 +22,7 @@ from redraft.online.records.origin import read_origin_arguments
 # Maximum number of domains counted separately, because clients choose the names; all others are
 # counted together.
 MAX_DOMAINS = 32
-OTHER = "(other)"  # Name of those.
+OTHER = "(other)"  # Name under which the remaining domains are counted.
 LOOKUP_METHODS = ("ngram", "ngram_gpu", "suffix")  # vLLM's methods that use no draft model.
 
 Counts = dict[str, list[int]]
@@ -79,7 +79,7 @@ def answer_loads(engine: Any) -> Loads:
 
 
 def is_counted(scheduler: Any, request_id: str) -> bool:
-    """Whether the served version made the draft after reading the text (`Pacer`)."""
+    """Whether the served version made the draft after processing the context (`Pacer`)."""
     state: SchedulerState = scheduler.redraft
     pacer, request = state.pacer, scheduler.requests[request_id]
     is_read = pacer is None or pacer.has_read(request_id, request)

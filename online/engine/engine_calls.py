@@ -14,7 +14,7 @@ from redraft.online.engine.pace_status import describe_pace
 
 DEATH_POLL_S = 1.0  # seconds between two checks of whether the called engine is still alive
 DEAD = "the engine has died: start this server again"
-MAX_SAID = 400  # maximum number of characters of an engine's error in an answer
+MAX_SAID = 400  # maximum number of characters of an engine's error in a response
 T = TypeVar("T")
 
 
@@ -35,13 +35,13 @@ class EngineCalls:
         )
 
     async def ask(self, method: str, *args: Any) -> list[Any]:
-        """Call a worker method, and return the answers of all ranks of all replicas."""
+        """Call a worker method, and return the results from all ranks in all replicas."""
         return await self.while_alive(self._ask_replicas(method, args))
 
     async def ask_for_draft(self, method: str, *args: Any) -> list[dict[str, Any]]:
-        """Call a worker method, and return the answers of the ranks with the draft.
+        """Call a worker method, and return the results from the ranks that have the draft.
 
-        These are the ranks of a pipeline's last stage.
+        These are the ranks in a pipeline's last stage.
         """
         ranks = [rank for rank in await self.ask(method, *args) if rank is not None]
         if not ranks:
@@ -92,7 +92,7 @@ class EngineCalls:
         versions = {rank.get("target_version") for rank in recording or ranks[:1]}
         versions |= {None for rank in ranks if rank.get("target_version") is None}
         return {
-            # One rank's answer. The keys below replace those that depend on all ranks.
+            # One rank's report. The entries below replace those that depend on all ranks.
             **(recording or ranks)[0],
             "capture": _add_up([rank["capture"] for rank in recording]) if recording else None,
             "vllm_version": vllm.__version__,
@@ -117,7 +117,7 @@ class EngineCalls:
         return {"live_runs": sum(await self.ask("redraft_forget", tenant))}
 
     async def _ask_replicas(self, method: str, args: tuple[Any, ...]) -> list[Any]:
-        """Return the answers of all replicas. `collective_rpc` returns only the first replica's."""
+        """Return all replicas' results. `collective_rpc` returns only those of the first replica."""
         if self._ask_all is None:
             answers: list[Any] = await self.engine.collective_rpc(method, args=args)
             return answers

@@ -8,13 +8,14 @@
 vLLM's scheduler looks the number up in a table. `redraft serve --pace` gives vLLM a table with all
 numbers, so that vLLM prepares for each of them. A `Pacer` then replaces the table.
 
-At 0, a draft with a KV cache reads only prompts. It never writes the keys of tokens generated in
-the meantime, neither for this request nor for a later one that finds the text in the prefix cache.
-In their place, the draft reads zeros or finite keys of an older text. This changes which tokens are
-drafted, and so acceptance (the effect was not measured), but not the answers, because verification
-decides on each token. Only NaN in probabilities would mislead verification. Memory after a sleep is
-undefined, so --enable-sleep-mode is refused with sampled drafts. A request's acceptance counts, and
-a probe of more tokens starts, only if the draft has read the fraction READ of the text.
+At 0, a draft with a KV cache processes only prompts. It never writes KV cache entries for tokens
+generated in the meantime, neither for this request nor for a later request that finds these tokens
+in the prefix cache. In place of the missing entries, the draft attends to zeros or to finite entries
+of an older request. This changes which tokens are drafted, and so acceptance (the effect was not
+measured), but not the answers, because verification decides on each token. Only NaN in
+probabilities would mislead verification. Memory after a sleep is undefined, so --enable-sleep-mode
+is refused with sampled drafts. A request's acceptance counts, and a probe of more tokens starts,
+only if the draft has processed the fraction READ of the request's tokens.
 """
 
 import logging
@@ -41,7 +42,8 @@ CHANGING = (
 )
 """Worker calls that change the draft or the target."""
 
-# Fraction of a request's text that the draft must have read before its acceptance counts.
+# Fraction of a request's tokens that the draft must have processed before the request's acceptance
+# counts.
 READ = 0.9
 
 
@@ -85,9 +87,9 @@ def keeps_keys(speculative: Any) -> bool:
 class Pacer:
     """Replaces the scheduler's table: `pacer[requests]` is the number for the next step.
 
-    vLLM counts all requests in a step, including those that read prompts (vllm-project/vllm#49548).
+    vLLM counts all requests in a step, including requests in prefill (vllm-project/vllm#49548).
     Here, the count is for the step that verifies the drafts: `survey` returns how many requests
-    will then still be reading their prompts, and the mean text length of the others.
+    will then still be in prefill, and the mean sequence length of the others.
     """
 
     def __init__(
@@ -106,9 +108,10 @@ class Pacer:
         self.has_keys = has_keys
         self.is_adaptive = is_adaptive  # Whether vLLM chooses how many draft tokens are verified.
         self.policy = Policy(most, max_requests, max_context, is_adaptive=is_adaptive)
-        # Number of output tokens that the draft has not read, by request.
+        # Number of output tokens that the draft has not processed, by request.
         self.unread: dict[str, int] = {}
-        self._is_read = True  # Whether the draft had read most of the requests in the latest step.
+        # Whether the draft had processed most of the tokens of the requests in the latest step.
+        self._is_read = True
         self.memory: PaceMemory | None = None  # Saves the policy for the next start.
         self._drafted = self._verified = 0
         self._done_s = 0.0
@@ -145,7 +148,7 @@ class Pacer:
             self.memory.version = version
 
     def has_read(self, request_id: str, request: Any) -> bool:
-        """Whether the draft has read enough of the text for the request's acceptance to count."""
+        """Whether the draft has processed enough tokens for the request's acceptance to count."""
         return bool(self.unread.get(request_id, 0) <= (1 - READ) * request.num_tokens)
 
     def begin(self, output: Any, now_s: float) -> None:
@@ -173,8 +176,8 @@ class Pacer:
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             request = requests.get(request_id)
             num_drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
-            # Skip the step that read the prompt. A request that no longer exists ended in the
-            # previous step.
+            # Skip the request's prefill step. A request that no longer exists ended in the previous
+            # step.
             is_decoding = num_scheduled == 1 + num_drafts and (
                 request is None or request.num_output_tokens > 0
             )
@@ -302,9 +305,9 @@ def install_pacer(scheduler: Any, pace: str) -> None:
 
 
 def survey(scheduler: Any) -> tuple[int, float]:
-    """Return the number of requests that read long prompts, and the mean text length of the others.
+    """Return the number of requests with long prompts, and the others' mean sequence length.
 
-    A prompt counts as long while more of its tokens remain than one step reads.
+    A prompt is long if more of its tokens remain than one step processes.
     """
     most = scheduler.max_num_scheduled_tokens
     most = min(most, scheduler.scheduler_config.long_prefill_token_threshold or most)

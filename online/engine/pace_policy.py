@@ -163,7 +163,7 @@ class Policy:
     def choose(self, requests: int, context: float, *, is_read: bool = True) -> int:
         """Choose the next step's arm, for `requests` decoding requests of mean length `context`.
 
-        A probe of acceptance starts only if the draft has read the text (`is_read`).
+        A probe of acceptance starts only if the draft has processed the context (`is_read`).
         """
         cell = self.cell(requests, context)
         self._update_base(cell)

@@ -1,12 +1,12 @@
 """Let a standalone draft reread the served text after a swap.
 
 The target's KV cache stays unchanged. Target and draft keep their keys and values in the same
-blocks. Those of the new draft are missing in all blocks written before the swap, including blocks
-that a later request finds in the prefix cache. Before each step, the draft rereads the text of the
-step's requests from the first such block on. It reads at most as many tokens as a step may have.
-The target rereads nothing.
+blocks. The new draft's keys and values are missing in all blocks written before the swap, including
+blocks that a later request finds in the prefix cache. Before each step, the draft reprocesses the
+tokens of the step's requests from the first such block on, but at most as many tokens as a step may
+have. The target reprocesses nothing.
 
-A head cannot do this, because it would need the target's hidden states for that text, which vLLM
+A head cannot do this, because it would need the target's hidden states for those tokens, which vLLM
 does not keep.
 
 T = tokens read, B = requests, N = blocks of a request.
@@ -34,7 +34,7 @@ class _Request:
     blocks: list[int]
     prompt_ids: Sequence[int] | None
     num_fresh: int = 0
-    """Number of leading blocks whose keys were written by the served draft."""
+    """Number of leading blocks that hold the served draft's KV cache entries."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Span:
 
 
 class Ledger:
-    """Tracks the blocks of all running requests, and which of them hold the served draft's keys."""
+    """Tracks all running requests' blocks, and which of them hold the served draft's KV cache."""
 
     def __init__(self, group: int, block_size: int) -> None:
         """Create a ledger for the draft's layers.
@@ -147,7 +147,7 @@ class Rereader:
         `proposer` is vLLM's proposer for the draft, and `groups` are its layers' attention groups.
 
         Raises:
-            ValueError: if the layout of the draft's keys is not supported here.
+            ValueError: if the layout of the draft's KV cache is not supported here.
         """
         self.runner, self.proposer, self.groups, self.read_text = (
             runner,
@@ -171,15 +171,15 @@ class Rereader:
                 self._follow(scheduler_output)
             except (
                 Exception
-            ) as error:  # outdated keys only cost acceptance, but an exception would end the server
+            ) as error:  # outdated entries only cost acceptance, but an exception ends the server
                 if (
                     self._is_among_ranks
-                ):  # the other ranks are in the pass, and would wait for this one forever
+                ):  # the other ranks are in the pass, and would wait for this rank forever
                     raise
                 logger.exception("redraft: the draft no longer rereads text after a swap")
                 self.error = f"{type(error).__name__}: {error}"
         # Call the target's pass only after the rereading: the draft proposes at the end of this
-        # step, and needs the new keys then.
+        # step, and needs the new KV cache entries then.
         return self.next_execute(scheduler_output, *args, **options)
 
     def _follow(self, scheduler_output: Any) -> None:
@@ -197,7 +197,7 @@ class Rereader:
 
     @torch.inference_mode()
     def read(self, spans: Sequence[Span]) -> None:
-        """Run one pass of the draft over the spans, only to write its keys.
+        """Run one pass of the draft over the spans, only to fill its KV cache.
 
         Tokens that are not available on the host are skipped.
 
@@ -251,7 +251,7 @@ class Rereader:
         with set_forward_context(
             metadata, self.proposer.vllm_config, num_tokens=len(ids_T), slot_mapping=slots
         ):
-            # The output is dropped. Attention writes the keys to the slots during the pass.
+            # The output is dropped. Attention writes keys and values to the slots during the pass.
             self.proposer.model(input_ids=ids_T, positions=positions_T)
 
     def _read_ids(self, span: Span) -> Tensor:
@@ -284,7 +284,7 @@ class Rereader:
         attention = CommonAttentionMetadata(
             query_start_loc=starts.to(device),
             query_start_loc_cpu=starts,
-            # End positions, not counts, because a span attends to all of the text before it.
+            # End positions, not counts, because a span attends to all of the tokens before it.
             seq_lens=torch.tensor(ends, dtype=torch.int32, device=device),
             seq_lens_cpu_upper_bound=torch.tensor(ends, dtype=torch.int32),
             num_reqs=len(spans),

@@ -256,7 +256,7 @@ class _Hooks:
 
 
 def install_pace(runner: Any, *, has_keys: bool) -> None:
-    """Skip the draft at 0 draft tokens, unless it must write a prompt's keys."""
+    """Skip the draft at 0 draft tokens, unless it must write a prompt's KV cache entries."""
     speculative = runner.speculative_config
     most, is_suffix = runner.num_spec_tokens, speculative.method == "suffix"
     drafts_all = is_suffix or speculative.parallel_drafting

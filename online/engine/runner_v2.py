@@ -159,7 +159,7 @@ def find_proposer(runner: Any) -> tuple[Any, list[Any], ReadText]:
 
 
 def install_pace(runner: Any, *, has_keys: bool) -> None:
-    """Skip the draft at 0 draft tokens, unless it must write a prompt's keys."""
+    """Skip the draft at 0 draft tokens, unless it must write a prompt's KV cache entries."""
     most = runner.num_speculative_steps
 
     def pace(propose: Callable[..., Any]) -> Callable[..., Any]:

@@ -64,10 +64,10 @@ def _explain_v1(vllm_config: Any, environment: Mapping[str, str]) -> str:
 
 
 def install_reread(runner: Any) -> Rereader:
-    """Make the draft reread the text after a swap.
+    """Make the draft process the context again after a swap.
 
     Raises:
-        ValueError: the runner or the layout of the draft's keys is unknown.
+        ValueError: the runner or the layout of the draft's KV cache is unknown.
     """
     version = find_runner(runner)
     if version is None:

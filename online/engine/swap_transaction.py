@@ -114,7 +114,7 @@ class Swaps:
     async def move(self, move: Move) -> dict[str, Any]:
         """Load or name the target weights, and load a draft.
 
-        Returns the answer for the client.
+        Returns the response for the client.
 
         Raises:
             RefusedError: the message names the weights and the draft that are then served.
@@ -136,7 +136,7 @@ class Swaps:
     async def swap(self, asked: Asked, move: Move | None = None) -> dict[str, Any]:
         """Swap to a version, after `move` if it is given.
 
-        Returns the answer for the client.
+        Returns the response for the client.
 
         Raises:
             RefusedError: the swap is refused or fails.
@@ -305,10 +305,10 @@ class Swaps:
             raise
 
     async def _stage_on_ranks(self, folder: str | None) -> list[dict[str, Any]]:
-        """Make all ranks read a draft, and return their answers.
+        """Make all ranks read a draft, and return their results.
 
-        If `folder` is None, they read the last good draft. If any rank has failed, only the answers
-        of the failed ranks are returned.
+        If `folder` is None, they read the last good draft. If any rank has failed, only the results
+        from the failed ranks are returned.
         """
         while True:
             started = await self.calls.ask_for_draft("redraft_stage", folder, self._id)
@@ -442,7 +442,7 @@ class Swaps:
         """
         problem = "the engine could not empty its cache"
         reset = self.engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-        if await self.calls.request(reset, problem) is False:  # vLLM's answer for an external cache
+        if await self.calls.request(reset, problem) is False:  # vLLM's result for an external cache
             raise RefusedError(503, f"{problem}: its KV connector did not reset")
 
     async def _require_awake(self) -> None:

@@ -230,7 +230,8 @@ def settle(worker: Any) -> None:
                 watch.settle()
             version = watch.version
             if watch.is_cache_spoiled and not watch.not_finite:
-                # Attention multiplies the keys of freed blocks by 0, and NaN times 0 is still NaN.
+                # Attention multiplies the entries of freed KV cache blocks by 0, and NaN times 0 is
+                # still NaN.
                 clear_cache(watch.model, worker.model_runner.get_draft_model())
                 watch.is_cache_spoiled = False
         except Exception:

@@ -156,8 +156,8 @@ class WorkerState(Attached):
         """Set the version of the draft that proposes tokens from the next step on."""
         self.draft_version = version
         if self.rereader:
-            # This cannot happen in `redraft_load`: if that fails on some rank, the old draft
-            # returns, and the cached keys are still correct.
+            # Do not call `forget` in `redraft_load`: if the load fails on some rank, the old draft is
+            # restored, and its KV cache entries are still correct.
             self.rereader.ledger.forget()
         if self.capture:
             self.capture.draft_version = version
@@ -186,8 +186,8 @@ def install(worker: Any) -> None:
             install_proposers(worker.model_runner)
     with _switching_off(state, "swap"):
         _identify_draft(worker, config.registry)
-    # Records carry this fingerprint, and drafts for a different target are refused by it. Without
-    # it, both capture and swaps go off.
+    # The target's fingerprint is stored in records, and is used to refuse drafts for a different
+    # target. If it cannot be computed, both capture and swaps are switched off.
     with _switching_off(state, *(["capture", "swap"] if config.capture.is_on else ["swap"])):
         name = worker.vllm_config.model_config.model
         target = TargetFolder(name=name, folder=model_folder(name))
@@ -266,7 +266,8 @@ def _prepare_cache(worker: Any, cache: SwapCache) -> None:
     """Choose how swaps treat the cache, and prepare to keep a part of it.
 
     Raises:
-        ValueError: `cache` requires that the draft rereads the text, but it cannot.
+        ValueError: `cache` requires a draft that can process the context again, and this draft
+            cannot.
     """
     state: WorkerState = worker.redraft
     if worker.model_runner.get_draft_model() is None:

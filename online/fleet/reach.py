@@ -53,7 +53,7 @@ def explain(error: BaseException) -> str:
             return NO_ROUTE
         if isinstance(cause, TimeoutError | httpx.TimeoutException):
             return SILENT
-        # h11 raises this for an answer that does not begin with HTTP/1.1.
+        # h11 raises this error for a response that does not begin with HTTP/1.1.
         if isinstance(
             cause, httpx.RemoteProtocolError | httpcore.RemoteProtocolError
         ) and "illegal" in str(cause):
@@ -62,9 +62,9 @@ def explain(error: BaseException) -> str:
 
 
 def explain_answer(status: int, headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """Explain an answer from a proxy or gateway in front of the server, with the remedy.
+    """Explain a response from a proxy or gateway in front of the server, with the remedy.
 
-    Empty if the server itself answered.
+    Empty if the response comes from the server itself.
     """
     found = {name.lower(): value.lower() for name, value in headers}
     is_page = status < 500 and found.get(b"content-type", b"").startswith(b"text/html")

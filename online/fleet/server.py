@@ -31,13 +31,13 @@ from redraft.online.journal import Identifier
 
 STATUS_TIMEOUT_S = 10.0
 """Deadline for a whole poll of a server, in seconds. It is generous, because a swap in progress
-delays the answer by a fraction of a second.
+delays the response by a fraction of a second.
 """
 
 SWAP_TIMEOUT_S = 300.0
 """Deadline for a whole swap. It is generous, because a server may take minutes to read and check a
-large draft from a shared disk. The server gives up earlier itself, and answers 504. Cancelling the
-request does not stop it.
+large draft from a shared disk. The server itself gives up earlier, with status 504. Cancelling the
+request does not stop the swap.
 """
 
 METRICS_TIMEOUT_S = 1.0
@@ -61,7 +61,7 @@ CURES = {
     401: ". Give the learner the token that the server was started with",
     404: ". Start it with redraft serve",
 }
-"""Explanations by status code, for an answer of the server itself."""
+"""What to do about an error that the server itself returns, by status code."""
 ALARM_SHARE = 0.05
 """A draft whose first tokens are accepted less often than this is useless: its weights are wrong,
 or it was made for a different target. Only first tokens count, because on a busy server adaptive
@@ -105,15 +105,15 @@ def require_address(url: str) -> None:
 
 
 class UnreachableError(Exception):
-    """The server did not answer."""
+    """The server did not respond."""
 
 
 class RefusedError(Exception):
-    """The server answered, but not successfully."""
+    """The server responded with an error."""
 
 
 class NonsenseError(RefusedError):
-    """The answer is malformed, or its values are impossible."""
+    """The response is malformed, or its values are impossible."""
 
 
 SampleMethod = Literal["greedy", "probabilistic"]
@@ -156,7 +156,7 @@ class _ForgetAnswer(msgspec.Struct, frozen=True):
 
 
 class _StatusAnswer(msgspec.Struct, frozen=True):
-    """The fields in use from the body of the answer to GET /redraft/status."""
+    """The fields in use from the response body of GET /redraft/status."""
 
     server_id: Identifier
     draft_version: Annotated[str, msgspec.Meta(pattern=r"^[!-~]*\Z", max_length=200)]
@@ -203,7 +203,7 @@ class Drafting:
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """The answer to GET /redraft/status."""
+    """The response to GET /redraft/status."""
 
     boot: str
     """Id of this run of the server; changes at every start."""
@@ -423,9 +423,9 @@ class FleetServer:
     async def _exchange(
         self, method: str, path: str, json: object, headers: dict[str, str]
     ) -> tuple[int, bytes, str]:
-        """Return the answer's status and content, and why the answer is not the server's own.
+        """Return the response's status and body, and why it does not come from the server itself.
 
-        The reason is empty if the answer is the server's own.
+        The reason is empty if the response comes from the server itself.
         """
         plain = {"Accept-Encoding": "identity"}  # a few compressed kB could decompress to GB
         content = bytearray()
@@ -621,7 +621,7 @@ async def bring(
             status = await server.status()
             if not server.serves(status, version):
                 await server.swap(version)
-                status = await server.status()  # the status decides, not the answer to the swap
+                status = await server.status()  # trust the status, not the response to the swap
             if server.serves(status, version):
                 return None
             error: UnreachableError | RefusedError = RefusedError(
