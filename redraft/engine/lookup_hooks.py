@@ -200,7 +200,7 @@ class LookupOnV2:
 
     def _ask_head(self, step: HeadStep, *_: Any) -> Tensor:
         number = step.num_spec_tokens_to_schedule
-        # With 0 tokens, the head still reads the step's tokens to compute its keys.
+        # With 0 tokens, the head still processes the step's tokens to fill its KV cache.
         options = {**step.options, "num_speculative_tokens": number}
         drafted: Tensor = self._propose(*step.args, **options)
         return drafted[:, :number]

@@ -196,7 +196,7 @@ class LookupOnDevice:
         batch = args[0]
         number = most if self.head_tokens is None else min(most, self.head_tokens)
         if self.head_requests is not None and batch.num_reqs > self.head_requests:
-            number = 0  # the head still reads the step to compute its keys
+            number = 0  # the head still processes the step's tokens to fill its KV cache
         drafted = self._propose(*args, **options | {"num_speculative_tokens": number})
         tokens_BK = found.tokens_BK.clone()
         is_head_B1 = (found.counts_B == 0)[:, None]

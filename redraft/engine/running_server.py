@@ -194,7 +194,7 @@ def _ask_vllm(server: RunningServer, prompt: list[int], max_tokens: int) -> Coun
 
 
 def read_object(response: httpx.Response) -> dict[str, Any] | None:
-    """Return the JSON object in an answer, or None if there is none."""
+    """Return the JSON object in a response's body, or None if there is none."""
     try:
         answer = response.json()
     except ValueError:
@@ -203,7 +203,7 @@ def read_object(response: httpx.Response) -> dict[str, Any] | None:
 
 
 def find_part(answer: Any, *path: str | int) -> Any:
-    """Return the part of an answer at `path`; None if it is missing."""
+    """Return the part of a response at `path`; None if it is missing."""
     try:
         for key in path:
             answer = answer[key]
@@ -213,7 +213,7 @@ def find_part(answer: Any, *path: str | int) -> Any:
 
 
 def require_part(url: str, answer: Any, *path: str | int) -> Any:
-    """Return a part of an answer that the engine sends, but a gateway in front of it may drop.
+    """Return a part of a response that the engine sends, but a gateway in front of it may drop.
 
     Raises:
         ValueError: if it is missing.
