@@ -57,8 +57,8 @@ Anthropic's.
 EVERYONE = ("all", "user")  # Recipients of a message in gpt-oss's format that is not a call.
 
 FINISHES = ("finish_reason", "stop_reason", "done_reason")
-"""Keys of an answer, or columns about a row's last answer, that contain the reason why it ended.
-They come from OpenAI's, Anthropic's and Ollama's APIs.
+"""Keys of an answer, or columns about a row's last answer, with the reason why the answer ended.
+The names come from OpenAI's, Anthropic's and Ollama's APIs.
 """
 
 VERDICTS = ("weight", "train")

@@ -415,9 +415,9 @@ class _Answer:
         return text if said.strip() else text[: text.rfind(thought) + len(thought)]
 
     def _end_calls(self, text: str, arguments: Arguments) -> str:
-        """Return an answer with calls.
+        """Return an answer with tool calls.
 
-        It extends through the special token after them, or up to the next turn.
+        The answer extends through the special token after the calls, or up to the next turn.
         """
         last = None
         if self.writer.ends_calls(arguments):

@@ -21,8 +21,8 @@ CHUNK = 1024
 def choose_size(asked: int | None, usual: int | None, vocab_size: int) -> int:
     """Return the size of the draft's vocabulary. 0 means the target's whole vocabulary.
 
-    It is `asked`, the value of --draft-vocab-size. If `asked` is None, it is the family's `usual`
-    size, or 0 if the target's vocabulary is not larger.
+    The size is `asked`, the value of --draft-vocab-size. If `asked` is None, the size is the
+    family's `usual` size, or 0 if the target's vocabulary is not larger.
 
     Raises:
         ValueError: `asked` is not between 0 and `vocab_size`.

@@ -56,8 +56,8 @@ def join_on_cpu() -> None:
         # Set it before deepspeed is first imported, because deepspeed reads it then.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         refuse_abandoned_build()
-    # All instances of PartialState share one state, so the Accelerator finds this one and does not
-    # join a second group.
+    # All instances of PartialState share one state, so the Accelerator finds the group joined here
+    # and does not join a second one.
     state = PartialState(cpu=True, timeout=LONGEST_WAIT)
     if state.distributed_type == DistributedType.MULTI_CPU and _is_requested("FSDP"):
         state.distributed_type = (
@@ -91,7 +91,7 @@ def leave(accelerator: Accelerator) -> None:
 
     gloo's threads may still refer to tensors of the last collectives, and need the interpreter to
     release them. If the interpreter exits in the meantime, the process aborts, and the launchers on
-    other machines wait minutes for this one.
+    other machines wait minutes for this process.
     """
     if accelerator.device.type == "cpu" and accelerator.num_processes > 1:
         time.sleep(LET_GO_S)

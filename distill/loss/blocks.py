@@ -1,6 +1,6 @@
 """The two sides of the fused divergence for one block of rows, in PyTorch operations.
 
-They run on CPUs, and are the oracle for the kernels.
+These operations run on CPUs, and are the reference implementation for the kernels.
 
 R = target rows of a block, M = draft rows compared with the block, V = target vocabulary, W = draft
 vocabulary, K = kept top-k ids, X = outcomes compared (W, or K + a tail).
@@ -236,7 +236,8 @@ class TopKBlock:
 
         def at_logits(dz_MX: Tensor) -> Tensor:
             # The tail's gradient is distributed over the ids by their share of the tail, which is 0
-            # for a kept id. It is computed in place, so it can be called only once.
+            # for a kept id. The result overwrites `tail_MW`, so this function can be called only
+            # once.
             return tail_MW.mul_(dz_MX[:, -1:]).scatter_add_(1, columns_MK, dz_MX[:, :-1])
 
         return (

@@ -1,6 +1,6 @@
 """Compare rows of the fused divergence with PyTorch operations, compiled into a few loops.
 
-They run on CPUs with `--loop.compile`.
+The compiled operations run on CPUs with `--loop.compile`.
 
 R = target rows of a block, M = draft rows compared with the block, W = draft vocabulary.
 

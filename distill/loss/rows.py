@@ -1,6 +1,6 @@
 """Compare rows of the fused divergence on GPUs, in three PyTorch operations.
 
-They run the Triton kernels of `distill.loss.kernels`.
+These operations run the Triton kernels of `distill.loss.kernels`.
 
 C = target rows of a chunk, M = draft rows compared with them, V = target vocabulary, W = draft
 vocabulary, K = kept top-k ids.

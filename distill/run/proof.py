@@ -255,8 +255,8 @@ def prove_in_engine(
 def make_logits(target: str | TargetFolder) -> Callable[[Sequence[int]], torch.Tensor]:
     """Return a function that returns the target's next-token logits, [V].
 
-    It loads the target at the first call. A call happens only if two outputs differ, to distinguish
-    a tie from an error.
+    The returned function loads the target at its first call. It is called only if two outputs
+    differ, to distinguish a tie from an error.
     """
     load = functools.cache(lambda: load_causal_lm(target, torch.float32))
 

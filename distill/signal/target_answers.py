@@ -343,7 +343,7 @@ class _Regeneration:
         if self.states is None or turn is None:
             return
         source, kept = self.states
-        # No pass has read an answer's last token, so it has no state.
+        # The target does not process an answer's last token, so this token has no state.
         read = np.concatenate(turn)[:-1]
         try:
             source.move(url, kept, read.tolist())

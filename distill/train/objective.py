@@ -87,7 +87,7 @@ def distill_loss(
             loss = loss + scale * step.weight * step.extra_loss_BT.flatten()[place_M].sum()
         if step.confidence_BT is not None:
             # alpha carries no gradient (`mark_non_differentiable`): the estimate learns from alpha,
-            # not the reverse. It is clamped because a sum of rounded minima may exceed 1.
+            # not the reverse. alpha is clamped because a sum of rounded minima may exceed 1.
             confidence_M = step.confidence_BT.flatten()[step.places(place_M)].to(alpha_M.dtype)
             loss = loss + scale * step.weight * binary_cross_entropy_with_logits(
                 confidence_M, alpha_M.clamp(0, 1), reduction="sum"

@@ -266,8 +266,8 @@ class Distillation:
         # accelerate averages over ranks and micro-batches. We want the sum over all rows, divided
         # by the labels of all ranks: otherwise, the labels of a rank with few labels would weigh
         # more. E.g. for two ranks with 10 and 30 labels and one batch each, the scale is 2 / 40 on
-        # both, and the mean of both losses is the sum / 40. It stays on the device, because reading
-        # it would wait for the previous step.
+        # both, and the mean of both losses is the sum / 40. The scale stays on the device, because
+        # reading it on the host would wait for the previous step.
         scale = self.accelerator.num_processes * len(batches) / counts_2[1].clamp(min=1).double()
         losses: list[Tensor] = []
         sums: list[Tensor] = []
