@@ -121,7 +121,7 @@ class SharedRows:
     rows_t: Tensor
     """int64, each row's index in the whole batch."""
     is_own_t: Tensor
-    """bool; the rows that this rank trains. It only reads the others; other ranks train them."""
+    """bool; True for the rows that this rank trains. Other ranks train the remaining rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +136,7 @@ class ExactTarget:
     def logits(self, rows_N: Tensor) -> Tensor:
         """Return the target's logits at `rows_N` of the flattened batch, [N, V].
 
-        They have the target's dtype, as in serving.
+        The logits have the target's dtype, as in serving.
         """
         return self.rule.apply_(F.linear(self.hidden_BTD.flatten(0, 1)[rows_N], self.head_VD))
 
@@ -228,7 +228,7 @@ class DraftStep:
     def logits(self, rows_N: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return the draft's logits at `rows_N` of the flattened batch, [N, W].
 
-        They are computed in `dtype`, by default the head's dtype.
+        The logits are computed in `dtype`, by default the head's dtype.
         """
         # The dtypes may differ: autocast casts hidden states to a narrower dtype, and a frozen head
         # may have a narrower dtype than a trained layer.

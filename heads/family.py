@@ -164,9 +164,9 @@ class Family:
     target's vocabulary.
     """
     keeps_cache: bool = False
-    """Whether the old draft's keys may stay in the cache after a swap. They may if there are none,
-    or if the draft is a one-layer head, which reads the target's state of every token and hardly
-    depends on old keys. If not, old keys lower the acceptance as long as they stay.
+    """Whether the old draft's KV cache entries may stay after a swap. They may if there are none, or
+    if the draft is a one-layer head, which receives the target's state of every token and hardly
+    depends on old entries. Otherwise, old entries lower the acceptance as long as they stay.
     """
     can_sample: bool = False
     """Whether vLLM can sample draft tokens from q. If not, vLLM always chooses the most probable

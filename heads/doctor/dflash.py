@@ -144,8 +144,8 @@ def rotation(pair: Pair) -> Iterator[Finding]:
 
 
 def _section(pair: Pair, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-    # "dflash_config" for DFlash. Empty for DSpark and the speculators layout, which have all keys
-    # at the top level.
+    # The section is "dflash_config" for DFlash. The name is empty for DSpark and the speculators
+    # layout, which have all keys at the top level.
     name = "" if pair.is_speculators else pair.family.layers_key.rpartition(".")[0]
     return (config.get(name) or {}, name) if name else (config, "config.json")
 

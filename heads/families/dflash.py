@@ -229,8 +229,8 @@ class DFlash(nn.Module):
         ]
         outs = []
         for chunk_BA in torch.split(rows_BA, ANCHORS_A_CHUNK, dim=1):
-            # A row at the end of the batch has no anchor after it. It is clamped here, and has no
-            # label.
+            # A row at the end of the batch has no anchor after it. The anchor's index is clamped
+            # here, and the row has no label.
             anchor_BA = (chunk_BA + 1).clamp(max=batch.input_ids_BT.shape[1] - 1)
             slots_S = torch.arange(num_slots, device=chunk_BA.device)
             # A block may extend past the end of its document or of the batch. The slots beyond the
@@ -422,8 +422,8 @@ def choose_anchors(
 ) -> tuple[Tensor, Tensor]:
     """Choose anchors: (rows before them, int64 [B, A]; whether a row is chosen, bool [B, T]).
 
-    The rows ascend. They are chosen among rows whose anchor is followed by a label. If a row of the
-    batch has fewer than `limit` of them, other rows fill the gap and are not marked as chosen. See
+    The rows ascend. Only rows whose anchor is followed by a label can be chosen. If a row of the
+    batch has fewer than `limit` such rows, other rows fill the gap and are not marked as chosen. See
     `choose_rows`. If ranks share the batch, they choose among all of its rows, and each rank gets
     the chosen rows among its own.
     """

@@ -31,7 +31,8 @@ from redraft.heads.draft import Batch, TargetSignal, aux_streams, final_hidden
 from redraft.heads.families.eagle3 import Eagle3
 
 RIDGE = 1e-3  # Penalty of squared weights, as a share of the inputs' mean square.
-# Attention score of a row with itself. It dominates the softmax even among thousands of tokens.
+# Attention score of a row with itself. This score dominates the softmax even among thousands of
+# tokens.
 OWN_ROW = 32.0
 # Attention score of an earlier row with the same token; lower, because keys are estimates.
 SAME_TOKEN = 16.0

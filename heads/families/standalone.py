@@ -175,7 +175,7 @@ class StandaloneDraft(nn.Module):
     def _attention(self, batch: Batch) -> dict[str, Any]:
         """Create the arguments that confine attention to each document.
 
-        They are ranges of keys if the model accepts these, and otherwise a mask.
+        The arguments are ranges of keys if the model accepts such ranges, and otherwise a mask.
         """
         if self._takes_prefixes:
             return prefix_arguments(batch)

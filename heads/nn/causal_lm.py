@@ -149,10 +149,10 @@ def find_rule(model: Any) -> LogitRule:
 
 
 def take_prefixes(model: Any) -> bool:
-    """Make a causal LM accept `prefix_arguments` from now on, and return whether it can.
+    """Make a causal LM accept `prefix_arguments` from now on, and return whether this is possible.
 
-    It can if it uses SDPA attention and its type is in `PLAIN_ATTENTION`. With prefixes, no dropout
-    is applied.
+    The model must use SDPA attention, and its type must be in `PLAIN_ATTENTION`. With prefixes, no
+    dropout is applied.
     """
     config = model.config.get_text_config()
     if config.model_type in PLAIN_ATTENTION and config._attn_implementation == "sdpa":

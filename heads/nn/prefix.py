@@ -1,6 +1,6 @@
 """Attention of every row over a range of keys and a few keys of its own.
 
-It never builds a mask of rows by keys.
+No mask of rows by keys is ever built.
 
     row n of the batch     sees the keys `start[n] <= t < end[n]`, e.g. its document up to itself,
                            and its own keys: those of the same row at other draft steps, or those of its block
@@ -595,7 +595,7 @@ def as_kernel(function: Callable[..., Any], device: str) -> Callable[..., Any]:
 def block_mask(start_BN: Tensor, end_BN: Tensor, num_keys: int) -> BlockMask:
     """Find the blocks of keys that each block of rows attends to, from the ranges.
 
-    It builds no mask of rows by keys.
+    No mask of rows by keys is built.
     """
     last = -start_BN.shape[1] % FLEX_BLOCK
     start, end = (  # pad the last block with the last row
