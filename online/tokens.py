@@ -38,7 +38,7 @@ def find_token(file: Path | None, environment: Mapping[str, str] = os.environ) -
 
 
 def read_key(path: Path) -> str:
-    """Read the key for a server from `path`. It may be short, because redraft did not create it.
+    """Read a server's key from `path`. The key may be short, because redraft did not create it.
 
     Raises:
         ValueError: the file contains no key, or other users can read it.

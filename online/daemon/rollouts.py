@@ -117,7 +117,7 @@ class Rollouts:
     async def prune(self) -> None:
         """Remove old versions.
 
-        They only take up space, so after a failure the next rollout tries again.
+        Old versions only take up space, so after a failure the next rollout tries again.
         """
         in_use = {server.versions["seen"] for server in self.servers if server.versions}
         # A checkpoint contains the config and layout of the version that its training started from.

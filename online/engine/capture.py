@@ -89,7 +89,7 @@ class Capture:
     def is_sampled(self, request_id: str, tenant: str) -> bool:
         """Whether this request belongs to the recorded sample.
 
-        The answer is the same on every call.
+        The result is the same on every call.
         """
         reason = self.config.find_skip_reason(tenant, request_id.encode())
         if reason:
@@ -99,7 +99,7 @@ class Capture:
     def status(self) -> dict[str, Any]:
         """Return counters, and the last error if there was one.
 
-        They contain no text of any request.
+        The result contains no text of any request.
         """
         return {
             **self.counts,

@@ -121,7 +121,7 @@ def find_domain(counts: Counts, extra_args: dict[str, Any] | None) -> str:
 
 
 def add_load(of_load: list[int], num_tokens: int, num_accepted: int) -> None:
-    """Count a draft of `num_tokens` tokens. Those not accepted were rejected or left out."""
+    """Count a draft of `num_tokens` tokens. All other tokens were rejected or not verified."""
     of_load += [0] * (1 + num_tokens - len(of_load))
     of_load[0] += 1
     for position in range(num_accepted):

@@ -59,9 +59,9 @@ class Feed:
     def __init__(self, capture: Capture, max_model_len: int, *, reduces: bool = False) -> None:
         """Create a feed that passes steps through a queue to capture's thread.
 
-        With `reduces`, it keeps only the largest logits of each row. That is always so on a GPU,
-        where memory is scarce. On a CPU, a reference to the logits costs nothing, and the
-        background thread has time to reduce them.
+        With `reduces`, and always on a GPU, where memory is scarce, the feed keeps only the largest
+        logits of each row. On a CPU, a reference to the logits costs nothing, and the background
+        thread has time to reduce them.
         """
         self.capture = capture
         self.max_model_len = max_model_len
@@ -197,7 +197,7 @@ class Feed:
     def make_empty_step(self) -> EngineStep | None:
         """Create the step for a batch without recorded requests.
 
-        It reports the earlier requests that have finished; return None if there are none.
+        The step reports the earlier requests that have finished. Return None if there are none.
         """
         return self._make_finished_step() if self.finished else None
 
@@ -347,7 +347,7 @@ def _read_sampling(params: Any) -> Sampling:
 def _read_states(runs: Sequence[tuple[int, int]], streams_ND: Sequence[Tensor]) -> Tensor:
     """Copy the hidden states of these runs of tokens, bfloat16 [N, L, D].
 
-    They must be copied, because the engine reuses its buffers.
+    A copy is necessary, because the engine reuses its buffers.
     """
     # Use slices: an index tensor would have to be copied to the GPU and would wait for its queue.
 

@@ -155,7 +155,7 @@ class RequestLog:
     target_version: str = ""
     """Version of the target weights that verified the draft tokens."""
     next_version: str = ""
-    """Version loaded in the newest step. It proposes the tokens for the next step."""
+    """Version loaded in the newest step, which proposes the tokens for the next step."""
     sequence: int = 0
     num_shipped: int = 0
     """Number of output tokens that earlier segments contain."""
@@ -226,7 +226,7 @@ class RequestLog:
     def _state_budget(self) -> int:
         """Return the number of bytes for hidden states in the next record.
 
-        It is at least a quarter of the record, because a long text can be compressed.
+        At least a quarter of the record is for states, because a long text can be compressed.
         """
         text = 4 * (len(self.info.prompt_ids) + len(self.output) - self.num_sent)
         row = ROW_BYTES + 8 * self.verified[-1].rows.topk_ids_RK.shape[1] if self.verified else 0

@@ -410,9 +410,9 @@ class _Hooks:
     ) -> Tensor:
         """Return the draft's probability, [R], of each row's id at the request's temperature.
 
-        It is 0 in rows without a draft token and in rows of requests that are not recorded. With
-        `ranges`, it is not known yet which rows belong to which request. Then all rows are
-        computed, and rows without a draft token have arbitrary values.
+        The probability is 0 in rows without a draft token and in rows of requests that are not
+        recorded. With `ranges`, it is not known yet which rows belong to which request. In this
+        case, all rows are computed, and rows without a draft token have arbitrary values.
         """
         temperature_S = self.runner.sampler.sampling_states.temperature.gpu
         if ranges is not None:

@@ -133,8 +133,8 @@ def require_same_shared(current: Layout, candidate: Layout) -> None:
     """Refuse a draft with different tensors for the modules shared with the target.
 
     vLLM shares the target's embedding and head if the draft has none, or has a bit-identical copy.
-    It decides this only at start. A later draft with different ones could be loaded only by
-    overwriting the target's.
+    It decides this only at start. A later draft with a different embedding or head could be loaded
+    only by overwriting the target's tensors.
 
     Raises:
         ValueError: the message names the tensor.
@@ -366,7 +366,7 @@ def compute_sums(tensor: Tensor) -> Tensor:
 def _compute_response(linear: Any) -> Tensor:
     """Return the output of a linear layer for a fixed input.
 
-    It replaces the weights if vLLM has packed them into an unreadable form.
+    If vLLM has packed the weights into an unreadable form, this output is compared instead.
     """
     weight = linear.weight
     generator = torch.Generator().manual_seed(0)

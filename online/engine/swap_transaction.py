@@ -336,10 +336,10 @@ class Swaps:
     async def _exchange(
         self, found: _Found | None, move: Move | None, serving: str, *, clears: bool
     ) -> dict[str, Any]:
-        """Move the target, then load the staged version on all ranks; each only if given.
+        """Move the target if `move` is given, then load the staged version if `found` is given.
 
-        This happens in a pause, which may be a trainer's, or otherwise between two steps. With
-        `clears`, the pause empties the cache, and the target reads everything again.
+        All ranks load in a pause, which may be a trainer's, or otherwise between two steps. With
+        `clears`, the pause empties the cache, and all requests are prefilled again.
         """
         await self._require_awake()
         is_paused = await self.calls.request(
@@ -618,7 +618,7 @@ def _read_version(folder: Path) -> _Found:
 def _read_lineage(targets: tuple[Path, ...], folder: Path) -> tuple[Path, str]:
     """Read a target folder, and return (its resolved path, its lineage).
 
-    It returns only after all of the weights were read. This call blocks.
+    The call blocks until all of the weights have been read.
 
     Raises:
         RefusedError: the folder is outside `targets`, has no weights, or is damaged.

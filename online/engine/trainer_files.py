@@ -1,6 +1,6 @@
 """Weights that a trainer names by path.
 
-They must be within the allowed folders, and complete before they are loaded.
+The files must be within the allowed folders, and complete before they are loaded.
 """
 
 from collections.abc import Iterable, Mapping

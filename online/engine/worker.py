@@ -446,10 +446,10 @@ def redraft_stage(worker: Any, folder: str | None, swapper: str) -> dict[str, An
 
     Return `{"ok": True}`, or `{"ok": False, "error"}`, with `"is_busy": True` if an abandoned read
     of the same draft has not ended yet; the caller then tries again. Pipeline stages before the
-    last have no draft, so this method and the following ones return None there. It returns at once,
-    because the engine runs no step while a worker method runs. `swapper` is the id of the API
-    process. Other processes are refused until that process calls `redraft_discard`, or until its
-    lease ends.
+    last have no draft, so this method and the following ones return None there. This method returns
+    before the read ends, because the engine runs no step while a worker method runs. `swapper` is
+    the id of the API process. Other processes are refused until that process calls
+    `redraft_discard`, or until its lease ends.
     """
     state: WorkerState = worker.redraft
     if _is_stage_without_draft(worker):

@@ -185,7 +185,7 @@ def watch_pushes(worker: Any, roots: Sequence[Path] = ()) -> None:
 def _keep_pushes(worker: Any) -> dict[str, Tensor]:
     """Keep vLLM's draft updates from loading anything.
 
-    They would overwrite the target's modules and copy weights that have no values yet. Returns the
+    The updates would overwrite the target's modules and copy weights without values. Returns the
     dictionary in which each update puts its tensors for `load_draft`.
     """
     draft, kept = worker.model_runner.get_draft_model(), dict[str, Tensor]()

@@ -151,8 +151,8 @@ class Outcome:
     """Version that the fleet should serve now; `reconcile` maintains it from here on."""
     reason: str
     refused: dict[str, str] = field(default_factory=dict)
-    """Last error by address, of servers that respond but run a different version. They need manual
-    action.
+    """Last error by address, of servers that respond but run a different version. These servers need
+    manual action.
     """
     absent: dict[str, str] = field(default_factory=dict)
     """Last error by address, of servers that do not respond. `reconcile` will update them later."""
@@ -398,7 +398,7 @@ class Polls:
             # If there are no drafts, an empty `by_domain` is not a miscount.
             self.has_domains &= bool(now.by_domain) or not now.total.num_drafts
             for domain, one in counts.items():
-                # Counts only increase, except on a faulty server. Such counts are not added.
+                # Counts only increase, except on a faulty server, whose counts are not added.
                 more = one.since(earlier.get(domain, zero)) or zero
                 row[domain] = row.get(domain, zero) + more
         if is_usable:

@@ -49,7 +49,7 @@ GENERATED = "vllm:generation_tokens_total"
 COUNTERS = (SPEC_DECODE, GENERATED)
 AT_LOAD = "\n"  # Separates a domain from a load. No header can contain this character.
 MAX_COUNTER_LINES = 4096
-MAX_ANSWER_BYTES = 8 << 20  # Maximum size of an answer that is read.
+MAX_ANSWER_BYTES = 8 << 20  # Maximum size of a response that is read.
 MAX_QUOTED = 300  # maximum number of characters quoted from a server in an error
 MAX_COUNTER = 1 << 53  # larger counters are invalid, because a float cannot represent them exactly
 MAX_POSITIONS = 256
@@ -275,7 +275,7 @@ class FleetServer:
 
     @property
     def answered_s(self) -> float:
-        """Time of the last answer on the monotonic clock; infinite if it is not recorded."""
+        """Time of the last response on the monotonic clock; infinite if it is not recorded."""
         return math.inf
 
     async def status(self) -> Status:
@@ -612,7 +612,7 @@ async def bring(
 
     Return None once the server serves it, otherwise the last error.
 
-    A silent server is retried until `timeout_s` after its last answer. That time may already have
+    A silent server is retried until `timeout_s` after its last response. That time may already have
     passed, so a server that no longer exists does not delay a rollout.
     """
     pause_s, deadline_s = 0.05, time.monotonic() + timeout_s

@@ -50,9 +50,9 @@ class Observation:
 class Watch:
     """Polls all servers concurrently at intervals.
 
-    A poll returns after `patience_s` at the latest, without the answers of servers that are still
-    pending. Their requests continue, and the next poll collects the answers, so one hung server
-    delays the others by at most `patience_s`.
+    A poll returns after `patience_s` at the latest, without the responses that are still pending.
+    The requests continue, and the next poll collects their responses, so one hung server delays the
+    others by at most `patience_s`.
     """
 
     def __init__(

@@ -418,7 +418,7 @@ class Buffer(AbstractContextManager["Buffer"]):
     def clear_quarantine(self) -> None:
         """Overwrite and delete the examples of bad records.
 
-        It is unknown whose text they contain.
+        The examples may contain text of any tenant.
         """
         with self._lock:
             if self.quarantine is not None:

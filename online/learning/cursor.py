@@ -41,7 +41,7 @@ class _Fields(msgspec.Struct, frozen=True, kw_only=True):
 class Cursor:
     """Commits, deleted tenants and past weights. Not thread-safe.
 
-    They are kept in memory if `folder` is None.
+    Everything is kept in memory if `folder` is None.
     """
 
     def __init__(self, folder: Path | None) -> None:

@@ -52,9 +52,9 @@ class EvidenceLimits:
 def choose_evidence(held_out: Index, names: Mapping[str, str], limits: EvidenceLimits) -> list[int]:
     """Return the sequence numbers of the records on which a draft is evaluated, in ascending order.
 
-    They make up whole requests, the newest ones in every domain. `held_out` is the index of all
-    held-out records, and `names` comes from `name_domains`. A prompt counts once, with its newest
-    request.
+    The records make up whole requests, namely the newest requests in every domain. `held_out` is the
+    index of all held-out records, and `names` comes from `name_domains`. A prompt counts once, with
+    its newest request.
     """
     held_out = held_out[held_out["time_s"] >= limits.since_s]
     newest = _take_newest_requests(held_out)
@@ -122,7 +122,7 @@ def find_excess(
 ) -> NDArray[np.bool_]:
     """Find which records, given oldest first, exceed their tenant's `share` of all bytes.
 
-    They are the oldest records of each tenant that has more than its share.
+    The result marks the oldest records of each tenant that has more than its share.
     """
     used = Counter[str]()
     for tenant, size in zip(tenants.tolist(), sizes.tolist(), strict=True):
@@ -183,8 +183,8 @@ def choose_replayed(
 ) -> NDArray[np.int64]:
     """Return the sequence numbers of `count` distinct records in the index.
 
-    They are in the order in which `policy` draws them. No tenant has more than `tenant_share` of
-    them while others have records left.
+    The numbers are in the order in which `policy` draws the records. No tenant has more than
+    `tenant_share` of them while others have records left.
     """
     order = _draw(_log_weights(index, now_s, policy), rng)
     # `at_least` equals `count`, so a tenant's share is exceeded before a step gets fewer records.

@@ -72,7 +72,7 @@ class Spool:
     def __init__(self, folder: Path, buffer: Buffer, vocab_size: int) -> None:
         self.folder, self.buffer, self.vocab_size = folder, buffer, vocab_size
         self._passed_over: set[str] = set()
-        """Names of the files that stay because they cannot be read. They are not reread
+        """Names of the files that stay because they cannot be read. Reading them is not tried again
         until the learner restarts.
         """
 
@@ -137,7 +137,7 @@ class Spool:
     def erase_unattributed(self) -> int:
         """Overwrite and delete unreadable files and those left by killed servers.
 
-        Return the number of deleted files. It is unknown whose text they contain. Call this method
+        Return the number of deleted files. They may contain text of any tenant. Call this method
         after `take`.
         """
         paths = [self.folder / name for name in self._passed_over] + list_abandoned(self.folder)

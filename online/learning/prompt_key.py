@@ -35,7 +35,7 @@ class Hashes(NamedTuple):
     def is_held_out(self, fraction: float) -> bool:
         """Whether the prompt is among the `fraction` of all prompts that are held out.
 
-        All segments and repetitions of a request get the same answer.
+        The result is the same for all segments and repetitions of a request.
         """
         # Convert a signed to an unsigned number: the hash is spread evenly over 0 to 2^64 - 1.
         return self.prompt + 2**63 < fraction * 2**64

@@ -61,7 +61,7 @@ def read_again(
     if reads == "nothing":
         return read
     states_TLD = final_hidden(signal)[0, :, None] if reads == "last" else signal.aux_BTLD[0]  # type: ignore[index]
-    # A server has not read the last token of an answer.
+    # A server does not process the last token of an answer, so it has no state for this token.
     words = states_TLD[:-1].bfloat16().view(torch.int16).cpu().numpy()
     shape = (int(states_TLD.shape[1]), int(states_TLD.shape[2]))
     return structs.replace(read, hidden_begin=0, hidden_shape=shape, hidden=words.tobytes())

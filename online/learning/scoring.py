@@ -62,8 +62,8 @@ def score_by_context(
 ) -> ByContext:
     """Return the expected numbers of drafts and accepted draft tokens.
 
-    They are the numbers that `draft` would have if it drafted for the record's request.
-    `needed_states` is explained at `make_batches`.
+    They are what an engine would count if `draft` drafted for the record's request. `needed_states`
+    is explained at `make_batches`.
 
     Raises:
         ValueError: if the draft has fewer draft steps than `num_speculative_tokens`.

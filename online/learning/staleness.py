@@ -132,7 +132,7 @@ def compare(
 def find_past(rows: Mapping[str, Sequence[Row]], policy: SleepPolicy, gate: Policy) -> list[str]:
     """Find the targets whose requests no longer represent a draft's acceptance.
 
-    They are found from the scores of one draft on the requests of all targets.
+    The decision uses one draft's scores on the requests of all targets.
 
     Args:
         rows: The rows by target: the served target first, then all earlier targets from newest to
@@ -225,7 +225,7 @@ def _estimate_rate(rows: Sequence[Row]) -> Estimate:
 class Sleep:
     """The reference of the served draft, and whether the learner is asleep.
 
-    It is saved on disk and survives kills.
+    This state is saved on disk and survives kills.
     """
 
     version: str = ""
@@ -251,7 +251,7 @@ class Sleep:
         return self.is_asleep and self.version == version
 
     def refer(self, version: str, through: int, rows: Sequence[Row], drafting: str = "") -> Sleep:
-        """Return the state with a new reference. It is awake unless only the settings changed."""
+        """Return the state with a new reference; awake unless only the settings have changed."""
         base = self if version == self.version else Sleep(num_saved=self.num_saved)
         return replace(base, version=version, drafting=drafting, through=through, then=tuple(rows))
 

@@ -29,8 +29,8 @@ MAX_NAME_CHARS = 200
 MAX_REQUEST_ID_CHARS = 1024
 MAX_TOP_K = 1 << 20
 MAX_STATE_SIZE = 1 << 20
-"""Maximum number of kept ids, of states per token, and of numbers per state. It is far above the
-sizes of any model, and only bounds products of malicious sizes.
+"""Maximum number of kept ids, of states per token, and of numbers per state. These limits are far
+above the sizes of any model, and only bound products of malicious sizes.
 """
 
 _NUL = re.compile(r"\0")

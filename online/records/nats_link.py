@@ -1,7 +1,7 @@
 """Connections to NATS, and a probe of whether NATS still stores messages.
 
 A connection belongs to one of two users: the servers, which publish, and the learner, which reads.
-Each of them has a separate inbox, i.e. a subject for the answers it receives. Records reach the
+Each user has a separate inbox, i.e. a subject for the replies it receives. Records reach the
 learner through its inbox, so a user that may subscribe to `_INBOX.>` can read all records.
 
 The owner of a connection reconnects. nats-py's automatic reconnection is off, because it would

@@ -207,7 +207,7 @@ class Body:
 
 @dataclass(frozen=True)
 class Relayed:
-    """An answer for the client: the server's reply, and the chunks to send."""
+    """A response for the client: the server's reply, and the chunks to send."""
 
     reply: Reply
     chunks: AsyncGenerator[bytes, None]
@@ -242,7 +242,7 @@ class Proxy:
     def admin_app(self) -> Router:
         """Return the application for operators: /metrics, and the state of the tap.
 
-        It names the server, so it is not for clients.
+        The application reveals the server's name, so it is not for clients.
         """
         metrics = CollectorRegistry()
         metrics.register(self.tap.guard)  # type: ignore[arg-type]  # only `collect` is called
@@ -261,7 +261,7 @@ class Proxy:
             yield
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward one request and return the answer.
+        """Forward one request and return the response.
 
         If the client disconnects, the request is cancelled, so that the server stops too.
         """
@@ -370,7 +370,7 @@ class Proxy:
         return Relayed(reply, reply.chunks())
 
     async def _record(self, reply: Reply, payload: dict[str, Any], origin: Origin) -> Relayed:
-        # The answer decides, not the request's `stream`, because vLLM accepts "no" and 0 as false.
+        # Check the response, not the request's `stream`, because vLLM accepts "no" and 0 as false.
         if _is_event_stream(reply):
             return Relayed(reply, self.tap.relay_stream(reply, payload, origin), is_changed=True)
         try:
@@ -382,7 +382,7 @@ class Proxy:
 
 
 def _refuse_path(path: str) -> Response | None:
-    """Return the answer for a path that is not open to clients; None for any other path."""
+    """Return the response for a path that is not open to clients; None for any other path."""
     if not {".", ".."}.isdisjoint(path.split("/")):  # such a path could resolve to /redraft/...
         return _respond_with_error(400, "a path that contains . or .. is not forwarded")
     return Response(status_code=404) if path.rstrip("/") in ADMIN_PATHS else None

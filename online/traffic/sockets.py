@@ -38,11 +38,11 @@ between two pieces of its body.
 """
 
 MAX_FIELDS = 256  # maximum number of header fields per request
-# Maximum number of requests per connection that wait for the answer to an earlier request.
+# Maximum number of requests per connection that wait for the response to an earlier request.
 MAX_PIPELINED = 16
-HEAD_TIMEOUT_S = 10.0  # time for the head of a request, from the end of the previous answer
+HEAD_TIMEOUT_S = 10.0  # time for the head of a request, from the end of the previous response
 BODY_PAUSE_S = 30.0  # Longest pause within the body of a request.
-READ_PAUSE_S = 30.0  # Longest pause of a client while it reads its answer.
+READ_PAUSE_S = 30.0  # Longest pause of a client while it reads a response.
 
 MAX_WAITING_SHARE = 0.25
 """Share of the descriptors for connections that wait for their client. If it is exceeded, the
@@ -116,7 +116,7 @@ class _Bounded(asyncio.Protocol):
     # Body bytes among those just received, even if the request is already answered.
     has_piece = False
     is_in_head = False
-    unanswered: Sequence[Any] = ()  # uvicorn's state for each request whose answer is incomplete
+    unanswered: Sequence[Any] = ()  # uvicorn's state for each request whose response is incomplete
 
     def data_received(self, data: bytes) -> None:
         before, self.has_piece = self.cycle, False
@@ -201,7 +201,7 @@ class BoundedServer(uvicorn.Server):
 
     def __init__(self, app: ASGIApp, guard: Guard | None = None, **settings: Any) -> None:
         # Websockets are off, because uvicorn hands an upgrade to a different connection class,
-        # which has neither our limits nor an answer for a client that sends no valid upgrade. As
+        # which has neither our limits nor a response for a client that sends no valid upgrade. As
         # plain HTTP, an upgrade goes to the application like any other request.
         config = uvicorn.Config(
             app,
@@ -282,7 +282,7 @@ class _Wait(NamedTuple):
     cycle: Any
     """Uvicorn's state of the connection's newest request; None before the first request."""
     num_bytes: int = 0
-    """Number of body bytes received, or of answer bytes still to be sent."""
+    """Number of body bytes received, or of response bytes still to be sent."""
     held_bytes: int = 0
 
 

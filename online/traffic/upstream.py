@@ -30,7 +30,7 @@ from redraft.online.records.guard import Guard
 
 logger = logging.getLogger("redraft.upstream")
 
-CONNECT_TIMEOUT_S = 2.0  # time limit for connecting; the answer itself may take any time
+CONNECT_TIMEOUT_S = 2.0  # time limit for connecting; the response itself may take any time
 # Less than uvicorn's 5 s, because a request fails if its connection is closed just then.
 KEEP_ALIVE_S = 2.0
 MAX_IDLE_CONNECTIONS = 128  # maximum number of idle connections per server; each uses a descriptor
@@ -94,7 +94,7 @@ class ForwardedRequest:
 
 
 class Reply:
-    """A server's answer, whose head has arrived. The receiver must close it."""
+    """A server's response, whose head has arrived. The receiver must close it."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class Reply:
         return b"".join([chunk async for chunk in self.chunks()])
 
     async def aclose(self) -> None:
-        """Return the connection for reuse, or close it if part of the answer is unread.
+        """Return the connection for reuse, or close it if part of the response is unread.
 
         Only the first call has an effect.
         """
@@ -167,7 +167,7 @@ class Upstream:
         return len(self._in_flight)
 
     async def send(self, forwarded: ForwardedRequest) -> Reply:
-        """Send the request and return the head of the answer.
+        """Send the request and return the response once its head has arrived.
 
         Raises:
             RefusedError, OutOfFilesError, BrokenError, UnsendableError
@@ -349,7 +349,7 @@ class PlainBackend(httpcore.AsyncNetworkBackend):
 
 
 class PlainStream(httpcore.AsyncNetworkStream):
-    """One connection. It has no timeouts, because an answer may take any amount of time."""
+    """One connection, without timeouts, because a response may take any amount of time."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
