@@ -58,7 +58,7 @@ def follow_chains(
 
     The kernel stores the tokens, their number, and each token's probability given that all earlier
     ones are right. After the last token, the request's newest token is repeated with probability 0,
-    because the target reads a row for each position, and every row needs a token.
+    because the target processes a row for each position, and every row needs a token.
     """
     batch = tl.program_id(0)
     slot = tl.load(slots + batch).to(tl.int64)

@@ -41,8 +41,7 @@ class Chains(NamedTuple):
     """After the last draft token, the request's newest token is repeated."""
     counts_B: Tensor
     confidences_BK: Tensor
-    """Each token's probability given that the earlier ones are right. It is 0 after the last one.
-    """
+    """Each token's probability given that all earlier tokens are right; 0 after the last token."""
 
 
 class DeviceRuns:

@@ -1,8 +1,8 @@
 """Proposers that look tokens up, for both model runners of vLLM (`engine.lookup_hooks`).
 
-They look up counted answers, and both kinds of lookup before a head. On V2, they also look up
-n-grams without a head, because vLLM's kernel uses the last occurrence, and pads its drafts with
-tokens that it did not find.
+They search counted answers without a head, and counted answers or n-grams before a head. On V2,
+they also look up n-grams without a head, because vLLM's kernel uses the last occurrence, and pads
+its drafts with tokens that it did not find.
 
 On V1, vLLM's `custom_class` would be enough for counted answers without a head. But one
 implementation for both runners keeps vLLM's own statistics for n-grams.

@@ -66,8 +66,7 @@ def compare_lossless(
     `target_logits` identifies ties. `known_rounding` is a gap at which the target has already
     diverged from itself without a draft.
     """
-    # A draft changes the shapes of the target's matrix products, and thereby the rounding of
-    # logits.
+    # A draft changes the shapes of the target's matrix products, and so how logits are rounded.
     tie_gap = max(
         known_rounding, TIE_LOGIT_GAP if with_draft.dtype == "float32" else TIE_LOGIT_GAP_HALF
     )
