@@ -54,7 +54,7 @@ class Windows:
         return make_views(self.num_layers, self.window, self.full_layers, is_causal=True)
 
     def require_reach(self, num_ahead: int) -> None:
-        """Raise ValueError unless the last draft token attends to a token the target has read."""
+        """Raise ValueError unless the last draft token attends to a token that the target has processed."""
         if self.window is not None and self.window <= num_ahead:
             raise SettingError(
                 f"a window of {self.window} is not larger than the {num_ahead} positions of a "

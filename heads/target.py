@@ -35,7 +35,7 @@ def short_name(name: str) -> str:
 class Target:
     """The embeddings and the output head of a target.
 
-    A draft head reads them, but neither trains nor saves them. It keeps references to these tensors
+    A draft head uses them, but neither trains nor saves them. It keeps references to these tensors
     without registering them, so they follow the target's updates.
     """
 

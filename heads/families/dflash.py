@@ -4,9 +4,9 @@ See arXiv 2602.06036.
 
     c[r] = hidden_norm(fc(concat of the target's residual stream after each aux layer)), for every known row r
     block of the anchor a = [x[a], mask, ..., mask] at positions a, a + 1, ...; slot i predicts x[a + i], for i >= 1
-    every layer: the block's queries read the keys of c[r] with r < a in the anchor's document, and of their own block
+    every layer: the block's queries attend to the keys of c[r] with r < a in the anchor's document, and of their own block
 
-The target has not read the anchor yet, so c[a] does not exist. Row t of a draft step belongs to the
+The target has not processed the anchor yet, so c[a] does not exist. Row t of a draft step belongs to the
 anchor t + 1. A block has one slot more than the number of tokens that the engine requests.
 Attention within the block is bidirectional, so its length affects every proposal.
 

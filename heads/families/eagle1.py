@@ -143,7 +143,7 @@ class Eagle1(nn.Module):
         )
         tensors = read_tensors(folder)
         if "fc.bias" in tensors and not tensors["fc.bias"].any():
-            del tensors["fc.bias"]  # SGLang wants one, and a bias of zero changes nothing
+            del tensors["fc.bias"]  # SGLang requires a bias, and a bias of zero changes nothing
         target.drop_copy(tensors, EMBEDDINGS, target.embed_VD, folder)
         target.drop_copy(tensors, HEAD, target.head_VD, folder)
         load_into(head, tensors, folder)
