@@ -16,7 +16,7 @@ ASCII_WORD = re.compile(r"(?<![\\\w])[a-zA-Z0-9]+(?!\w)", re.ASCII)
 
 @dataclass(frozen=True)
 class Turn:
-    """An assistant turn as served: the text that the model reads, and the text that it writes."""
+    """An assistant turn as served: the model's prompt, and the text that the model generates."""
 
     prompt: str
     answer: str

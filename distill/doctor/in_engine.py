@@ -374,7 +374,7 @@ def ask_fallback(
 def load_as_trained(pair: Pair, dtype: str) -> tuple[Draft, InProcessTarget | None]:
     """Return (the draft as the module used in training, the target's signal).
 
-    The signal is None if the draft reads nothing from the target.
+    The signal is None if the draft uses no signal from the target.
     """
     torch_dtype, device = getattr(torch, dtype), this_machine().device
     if not pair.family.is_head:

@@ -419,7 +419,7 @@ def _set_mask_token(head: Any, token: int) -> None:
 def _anchor_in_context() -> Reading:
     """Yield the reading in which the context has the anchor's feature, as perhaps in training.
 
-    In serving, it does not, because the target reads the anchor only during verification.
+    In serving, it does not, because the target processes the anchor only during verification.
     """
     return Reading(
         problem="the head was trained with the target's feature of the anchor in the context, and "

@@ -362,7 +362,9 @@ class RunFolder:
         Raises:
             ValueError: the checkpoint is corrupt or truncated.
         """
-        newest = self.on_main(self._verify_newest)  # another machine may not see the folder yet
+        newest = self.on_main(
+            self._verify_newest
+        )  # the folder may not be visible on other machines yet
         step = 0
         if newest:
             read(self.folder / CHECKPOINTS / newest)
