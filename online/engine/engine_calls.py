@@ -117,7 +117,7 @@ class EngineCalls:
         return {"live_runs": sum(await self.ask("redraft_forget", tenant))}
 
     async def _ask_replicas(self, method: str, args: tuple[Any, ...]) -> list[Any]:
-        """Return all replicas' results. `collective_rpc` returns only those of the first replica."""
+        """Return all replicas' results. `collective_rpc` returns only the first replica's."""
         if self._ask_all is None:
             answers: list[Any] = await self.engine.collective_rpc(method, args=args)
             return answers

@@ -10,9 +10,9 @@ numbers, so that vLLM prepares for each of them. A `Pacer` then replaces the tab
 
 At 0, a draft with a KV cache processes only prompts. It never writes KV cache entries for tokens
 generated in the meantime, neither for this request nor for a later request that finds these tokens
-in the prefix cache. In place of the missing entries, the draft attends to zeros or to finite entries
-of an older request. This changes which tokens are drafted, and so acceptance (the effect was not
-measured), but not the answers, because verification decides on each token. Only NaN in
+in the prefix cache. In place of the missing entries, the draft attends to zeros or to finite
+entries of an older request. This changes which tokens are drafted, and so acceptance (the effect
+was not measured), but not the answers, because verification decides on each token. Only NaN in
 probabilities would mislead verification. Memory after a sleep is undefined, so --enable-sleep-mode
 is refused with sampled drafts. A request's acceptance counts, and a probe of more tokens starts,
 only if the draft has processed the fraction READ of the request's tokens.

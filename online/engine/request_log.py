@@ -336,8 +336,8 @@ def _join_columns(steps: Sequence[VerifiedStep]) -> dict[str, NDArray[Any]]:
     has_draft_R[last_R] = False
     drafts_R[has_draft_R] = np.concatenate([step.draft_ids for step in steps])
     draft_probs_R[has_draft_R] = np.concatenate([step.draft_probs for step in steps])
-    # Row i follows i draft tokens. The accepted tokens are part of the text. Each later one leads
-    # further into the rejected branch.
+    # Row i follows i draft tokens. The accepted tokens are part of the text. Each later draft token
+    # leads further into the rejected branch.
     return {
         "row_positions": start_R + index_R,
         "row_branches": np.maximum(0, index_R - num_accepted_R),

@@ -1,6 +1,6 @@
 """Routes in vLLM's API process.
 
-They are `GET /redraft/status`, and `POST` to `/redraft/swap`, `target`, `pace` and `forget`.
+The routes are `GET /redraft/status`, and `POST` to `/redraft/swap`, `target`, `pace` and `forget`.
 """
 
 import asyncio

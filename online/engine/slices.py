@@ -6,7 +6,7 @@
     load       `Sliced`, a tensor of the whole shape: the loaders cut their part out of it as they would of any other
 
 A tensor that is not cut by rows or columns is read as a whole. If a loader does not run
-on such a copy, all tensors are read whole.
+on a draft without memory, all tensors are read as a whole.
 """
 
 from __future__ import annotations

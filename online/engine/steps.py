@@ -122,7 +122,7 @@ class EngineStep:
     draft_probs_S: Tensor | None = None
     """Draft probabilities. None if drafting is greedy."""
     states_NLD: Tensor | None = None
-    """bfloat16 copies of the states of the tokens in `parts`, in the same order."""
+    """Hidden states (bfloat16 copies) of the tokens in `parts`, in the same order."""
     num_new_tokens: int = 0
     """Number of prompt tokens of the requests added since the previous step. The steps of an
     ended request keep its prompt in memory.

@@ -156,8 +156,8 @@ class WorkerState(Attached):
         """Set the version of the draft that proposes tokens from the next step on."""
         self.draft_version = version
         if self.rereader:
-            # Do not call `forget` in `redraft_load`: if the load fails on some rank, the old draft is
-            # restored, and its KV cache entries are still correct.
+            # Do not call `forget` in `redraft_load`: if the load fails on some rank, the old draft
+            # is restored, and its KV cache entries are still correct.
             self.rereader.ledger.forget()
         if self.capture:
             self.capture.draft_version = version

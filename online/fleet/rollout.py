@@ -151,8 +151,8 @@ class Outcome:
     """Version that the fleet should serve now; `reconcile` maintains it from here on."""
     reason: str
     refused: dict[str, str] = field(default_factory=dict)
-    """Last error by address, of servers that respond but run a different version. These servers need
-    manual action.
+    """Last error by address, of servers that respond but run a different version. These servers
+    need manual action.
     """
     absent: dict[str, str] = field(default_factory=dict)
     """Last error by address, of servers that do not respond. `reconcile` will update them later."""

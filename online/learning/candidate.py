@@ -265,7 +265,7 @@ class Candidate:
         """
         weights = self.distillation.weights()
         are_finite = [all(bool(torch.isfinite(tensor).all()) for tensor in weights.values())]
-        broadcast_object_list(are_finite)  # only the first rank may have the weights
+        broadcast_object_list(are_finite)  # other ranks may not have the weights
         # All ranks raise the error or none does, because a rank that continued alone would wait in
         # `save` for the others.
         if not are_finite[0]:

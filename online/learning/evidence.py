@@ -52,9 +52,9 @@ class EvidenceLimits:
 def choose_evidence(held_out: Index, names: Mapping[str, str], limits: EvidenceLimits) -> list[int]:
     """Return the sequence numbers of the records on which a draft is evaluated, in ascending order.
 
-    The records make up whole requests, namely the newest requests in every domain. `held_out` is the
-    index of all held-out records, and `names` comes from `name_domains`. A prompt counts once, with
-    its newest request.
+    The records make up whole requests, namely the newest requests in every domain. `held_out` is
+    the index of all held-out records, and `names` comes from `name_domains`. A prompt counts once,
+    with its newest request.
     """
     held_out = held_out[held_out["time_s"] >= limits.since_s]
     newest = _take_newest_requests(held_out)

@@ -1,6 +1,6 @@
 """The gate: does the candidate have a higher acceptance than the incumbent?
 
-It takes numbers and returns a verdict with a reason; it uses no clock and no I/O.
+The gate takes numbers and returns a verdict with a reason. It uses no clock and no I/O.
 
 Both drafts are scored on the same held-out requests with the served sampling method, so requests
 are paired. The bounds are computed from the spread between requests, not between positions:
@@ -12,9 +12,9 @@ requests. With an error of 5% per look, one of ten candidates without enough gai
 Each look therefore gets a share of the 5% (`spent_confidence`), and the shares of all looks since
 the last promotion sum to at most 5%, however many there are.
 
-Domains are a second check on a candidate that gains overall. Each look uses the whole 5% for it.
-The evidence of a rare domain hardly grows. A bound that widened with the number of looks would soon
-block every candidate, whatever its gain.
+Domains are a second check on a candidate that gains overall. For this check, each look uses the
+whole 5%: the evidence for a rare domain hardly grows, so a bound that widened with the number of
+looks would soon block every candidate, whatever its gain.
 
 Ranges of context lengths are a third check. Only a proven loss in one of them counts against a
 candidate.

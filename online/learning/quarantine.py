@@ -1,6 +1,4 @@
-"""The quarantine: examples of records that could not be used.
-
-They are set aside for inspection.
+"""The quarantine: examples of unusable records, kept for inspection.
 
     quarantine/<time in ns>-<reason>.frame        first line: the error; the rest: the bytes as they arrived
     $ head -qn1 learner/buffer/quarantine/*

@@ -163,8 +163,8 @@ class Telemetry:
         self._take(entry)
 
     @singledispatchmethod
-    # Call the method below that is registered for the type of the entry. The name `_` of these
-    # methods is never used.
+    # Call the method below that is registered for the entry's type. These methods are all named
+    # `_`, because they are never called by name.
     def _take(self, entry: Entry) -> None:
         raise TypeError(f"no metrics are defined for {type(entry).__name__}")
 

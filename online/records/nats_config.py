@@ -23,8 +23,8 @@ _UNFIT = re.compile(r"[^A-Za-z0-9_-]")  # dots, stars and spaces have a meaning 
 @dataclass(frozen=True, kw_only=True)
 class Nats:
     fleet: str = "default"
-    """Name of the fleet, i.e. of the servers of one learner. Fleets on the same NATS server have
-    separate streams.
+    """Name of the fleet, i.e. of all servers with the same learner. Fleets on the same NATS server
+    have separate streams.
     """
     credentials: Path | None = None
     """Credentials for NATS: a .creds file, or a file with an NKey seed. Other users must not be
