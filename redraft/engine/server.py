@@ -155,9 +155,9 @@ def vllm_keys(
     The last cached block of a prompt is read from the prefix cache. By default, vLLM recomputes
     this block (128 tokens on a CPU) when it serves a head. In an EAGLE or MTP layer, the key of the
     block's last token was computed with the token that followed it in the earlier request. This
-    affects a single entry of the KV cache, and does not change any answer. DFlash and DSpark have no
-    such key. vLLM 0.33 also looks up a block by the token after it, so the key is right and nothing
-    is recomputed. For vLLM 0.33, its default is kept.
+    affects a single entry of the KV cache, and does not change any answer. DFlash and DSpark have
+    no such key. From vLLM 0.33 on, a block is also looked up by the token after it, so the key is
+    right and nothing is recomputed. There, vLLM's default is kept.
     """
     config = vllm_part(speculative_config)
     family = find_speculative(config)
