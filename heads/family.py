@@ -164,8 +164,8 @@ class Family:
     target's vocabulary.
     """
     keeps_cache: bool = False
-    """Whether the old draft's KV cache entries may stay after a swap. They may if there are none, or
-    if the draft is a one-layer head, which receives the target's state of every token and hardly
+    """Whether the old draft's KV cache entries may stay after a swap. They may if there are none,
+    or if the draft is a one-layer head, which receives the target's state of every token and hardly
     depends on old entries. Otherwise, old entries lower the acceptance as long as they stay.
     """
     can_sample: bool = False

@@ -54,7 +54,7 @@ class Windows:
         return make_views(self.num_layers, self.window, self.full_layers, is_causal=True)
 
     def require_reach(self, num_ahead: int) -> None:
-        """Raise ValueError unless the last draft token attends to a token that the target has processed."""
+        """Raise ValueError unless the last draft token attends to a token seen by the target."""
         if self.window is not None and self.window <= num_ahead:
             raise SettingError(
                 f"a window of {self.window} is not larger than the {num_ahead} positions of a "
@@ -164,7 +164,7 @@ class DFlash(Windows, LayerSizes):
 
     @property
     def views(self) -> tuple[View, ...]:
-        """Each layer's view of the context and of its block."""
+        """For each layer, which part of the context and of the block it attends to."""
         return make_views(self.num_layers, self.window, self.full_layers, self.is_causal)
 
     @property

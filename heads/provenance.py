@@ -42,11 +42,11 @@ class Flags(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):
-    # of a draft
+    # Fields for a draft.
     target: str = ""
     target_fingerprint: str = ""
     target_lineage: str = ""
-    # of a training
+    # Fields for a training run.
     config: Flags = Flags()
     date: str | None = None
     template_arguments: dict[str, Any] = {}
@@ -63,7 +63,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     trained_through: float = math.inf
     progress: dict[str, Any] = {}
     """The learner's progress, an `online.learning.trainer.Progress`."""
-    # of a target
+    # Fields for a target.
     imported_from: dict[str, Any] = {}
     downloaded_from: dict[str, Any] = {}
 

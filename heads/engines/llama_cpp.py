@@ -81,8 +81,8 @@ OUTER = {
     "norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
     "fc.weight": "fc.weight",
-    "hidden_norm.weight": "enc.output_norm.weight",  # of DFlash's context
-    "input_norm.weight": "enc.output_norm.weight",  # of EAGLE-3 with norm_before_fc
+    "hidden_norm.weight": "enc.output_norm.weight",  # the norm of DFlash's context
+    "input_norm.weight": "enc.output_norm.weight",  # for EAGLE-3 with norm_before_fc
     "markov_head.markov_w1.weight": "markov_w1.weight",
     "markov_head.markov_w2.weight": "markov_w2.weight",
     "confidence_head.proj.weight": "conf_proj.weight",

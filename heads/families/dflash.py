@@ -4,11 +4,11 @@ See arXiv 2602.06036.
 
     c[r] = hidden_norm(fc(concat of the target's residual stream after each aux layer)), for every known row r
     block of the anchor a = [x[a], mask, ..., mask] at positions a, a + 1, ...; slot i predicts x[a + i], for i >= 1
-    every layer: the block's queries attend to the keys of c[r] with r < a in the anchor's document, and of their own block
+    every layer: the block's queries attend to the keys of c[r] with r < a in the anchor's document, and of the block
 
-The target has not processed the anchor yet, so c[a] does not exist. Row t of a draft step belongs to the
-anchor t + 1. A block has one slot more than the number of tokens that the engine requests.
-Attention within the block is bidirectional, so its length affects every proposal.
+The target has not processed the anchor yet, so c[a] does not exist. Row t of a draft step belongs
+to the anchor t + 1. A block has one slot more than the number of tokens that the engine requests.
+Attention within the block is bidirectional, so the block's length affects every proposal.
 
 B = batch, T = tokens, A = anchors per row, S = slots per block, L = aux layers, D = hidden, W =
 draft vocabulary.
@@ -423,9 +423,9 @@ def choose_anchors(
     """Choose anchors: (rows before them, int64 [B, A]; whether a row is chosen, bool [B, T]).
 
     The rows ascend. Only rows whose anchor is followed by a label can be chosen. If a row of the
-    batch has fewer than `limit` such rows, other rows fill the gap and are not marked as chosen. See
-    `choose_rows`. If ranks share the batch, they choose among all of its rows, and each rank gets
-    the chosen rows among its own.
+    batch has fewer than `limit` such rows, other rows fill the gap and are not marked as chosen.
+    See `choose_rows`. If ranks share the batch, they choose among all of its rows, and each rank
+    gets the chosen rows among its own.
     """
     if (shared := batch.shared) is not None:
         _, is_chosen_BT = choose_anchors(shared.whole, limit)

@@ -47,7 +47,7 @@ Config = options.DSpark
 class MarkovHead(nn.Module):
     """The bias on the logits that depends on the previous token.
 
-    It consists of a table of codes and an output head for codes.
+    The module consists of a table of codes and an output head for codes.
     """
 
     def __init__(self, vocab_size: int, draft_vocab_size: int, rank: int) -> None:

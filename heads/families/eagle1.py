@@ -113,7 +113,7 @@ class Eagle1(nn.Module):
         like: Path | None = None,
     ) -> None:
         """Write a folder for vLLM's `method: eagle`, which shares the embeddings and the head."""
-        left_out = {field.name for field in fields(options.LayerSizes)}  # they are in config.json
+        left_out = {field.name for field in fields(options.LayerSizes)}  # config.json has them
         kept = {name: value for name, value in asdict(self.config).items() if name not in left_out}
         training = {"family": "eagle1", **kept, TRAINED_WITH: self.shape.record()}
         # For the method eagle, vLLM itself adds the prefix "Eagle" to this name.

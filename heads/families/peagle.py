@@ -70,8 +70,8 @@ class PEagle(Eagle3):
         windows = [view.window for view in self.views]
         first = {window: StepMemory(batch, rows_BN, window) for window in windows}
         memories = [first[window].after([]) for window in windows]
-        # The last rows of a document read tokens of the next document. Their labels are masked, and
-        # no other row attends to them.
+        # The last rows of a document get tokens of the next document. The labels of these rows are
+        # masked, and no other row attends to them.
         ids_BT = batch.input_ids_BT.roll(-1, dims=1)
         hidden_BTD = self._pass(ids_BT, self.feature(signal), batch.position_ids_BT, memories)
         steps = [self._draft_step(hidden_BTD, 0, label_rows(batch, 1))]

@@ -300,7 +300,7 @@ class Entries(Mapping[tuple[int, ...], tuple[int, float]]):
         bins = np.arange((1 << BIN_BITS) + 1, dtype=np.uint64)
         firsts = np.searchsorted(hashes_R[order_R] >> np.uint64(64 - BIN_BITS), bins)
         self._firsts = array("I", firsts.astype(np.uint32).tobytes())
-        """The first place of each beginning of a hash."""
+        """The first position of each hash prefix in the sorted hashes."""
 
     @staticmethod
     def of(entries: Mapping[tuple[int, ...], tuple[int, float]], most: int) -> Entries:

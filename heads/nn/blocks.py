@@ -42,8 +42,8 @@ class BlockMask:
         `first_ahead` positions after the row.
         """
         # `rows_BA` is the row before the anchor, i.e. the last row that the target has computed, so
-        # it is included. Other blocks are not, because a later block's anchor is a token that this
-        # block must predict.
+        # this row is included. Other blocks are excluded, because a later block's anchor is a token
+        # that this block must predict.
         rows_BN = rows_BA.repeat_interleave(num_slots, dim=1)
         prefixes = Prefixes.of(document_BT).rows(rows_BN, ascending=True)
         # As in an engine, the window moves with the slot's position, so the last slot attends to

@@ -60,8 +60,8 @@ def unroll(
     run: Step = partial(_run_again, step) if draft.recomputes and torch.is_grad_enabled() else step
     steps = []
     for k in range(num_steps or draft.config.num_steps):
-        # The last rows of a document read tokens of the next document. Their labels are masked, and
-        # no other row attends to them.
+        # The last rows of a document get tokens of the next document. The labels of these rows are
+        # masked, and no other row attends to them.
         ids_BT = batch.input_ids_BT.roll(-1 - k, dims=1)
         # The feature is fed back into the next step without detaching it, so the loss of step k
         # trains all earlier passes.
