@@ -36,7 +36,10 @@ from redraft.distill.data.splits import choose_files
 from redraft.distill.data.template import Arguments
 from redraft.files.setting_error import SettingError
 
-MADE = {"stdlib": stdlib_conversations, "stdlib-functions": function_questions}  # from no file
+MADE = {
+    "stdlib": stdlib_conversations,
+    "stdlib-functions": function_questions,
+}  # sources without a file
 # An answer longer than this that occurs in two conversations is a copy, not a coincidence.
 MIN_SHARED_CHARS = 80
 
@@ -165,12 +168,12 @@ def load_source(
     `source` is one of:
 
     - `stdlib`: conversations made from the Python standard library's sources; `stdlib-functions`:
-      its functions with a docstring, to complete, without answers;
+      prompts without answers, to complete the library's functions that have a docstring;
     - a `.jsonl`, `.json` (a list) or `.parquet` file, the former two also as `.gz` or `.zst`; a
-      folder of such files, of which those of other splits are not read; or one `split` of a data
-      set on the hub. The module `columns` lists the names read. The domain is read from
-      `domain_column`, or from `domain` if a row has it; otherwise, it is the first folder under
-      `source`;
+      folder of such files, except files that belong to other splits; or one `split` of a data set
+      on the hub. The module `columns` lists the column names that are read. The domain is read from
+      `domain_column`, or from `domain` if a row has this column; otherwise, the domain is the first
+      folder under `source`;
     - a folder that contains only `.txt` and `.md` files: one document each.
 
     Rows that cannot be used are skipped and counted by reason. Files that are not read are counted

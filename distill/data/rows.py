@@ -30,10 +30,10 @@ from redraft.files.setting_error import SettingError
 if TYPE_CHECKING:
     import datasets
 
-SPLITS = "dataset_dict.json"  # File of `save_to_disk` with the names of splits.
+SPLITS = "dataset_dict.json"  # File in which `save_to_disk` lists the splits.
 COMPRESSIONS = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}
 """The first bytes of a compressed file, by suffix."""
-ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # end of a stream of record batches
+ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # marks the end of a stream of record batches
 BATCH_ROWS = 1000
 # Number of compressed bytes read at a time. Small, because a block may grow ten thousandfold.
 ZSTD_BLOCK = 1 << 14

@@ -184,7 +184,7 @@ def draft_rows(
     inverse_temperature,
     beta,
     eta,
-    inverse_cap,  # for logits / temperature; 0 if there is no cap
+    inverse_cap,  # applies to logits / temperature; 0 if there is no cap
     NAME: tl.constexpr,
     BLOCK: tl.constexpr,
 ):

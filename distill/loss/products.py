@@ -41,8 +41,8 @@ def matmul_dtype(
 ) -> torch.dtype:
     """Return the matmul dtype for `x`.
 
-    It is the dtype of `x` or of autocast, or float32 on a CPU where float32 is faster. `seconds`
-    measures one matmul.
+    The result is the dtype of `x` or of autocast, or float32 on a CPU where float32 is faster.
+    `seconds` measures one matmul.
     """
     dtype = product_dtype(x)
     is_narrow = dtype in (torch.bfloat16, torch.float16)

@@ -126,7 +126,7 @@ def _strip(x: Tensor) -> Tensor:
 def _needs_no_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether an operation can run without memory.
 
-    It can if it reads or makes a weightless tensor, or makes a large tensor.
+    This is true if the operation reads or makes a weightless tensor, or makes a large tensor.
     """
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     if kwargs.get("device") == META or any(isinstance(x, Weightless) or x.is_meta for x in tensors):

@@ -168,9 +168,9 @@ def read_last_signals(
 ) -> list[tuple[Batch, TargetSignal]]:
     """Return the last batches of the first epoch, with the target's states.
 
-    They have `num_tokens` tokens in total, or all tokens if there are fewer. The last batches are
-    used because training reaches them late, and a head learns little from text to which its start
-    was fitted. They are the same on every rank.
+    The batches have `num_tokens` tokens in total, or all tokens if there are fewer. The last
+    batches are used because training reaches them late, and a head learns little from text to which
+    its start was fitted. All ranks get the same batches.
     """
     source = live_signal(run.cfg.signal, run.target, layer_ids)
     train, size = run.data.train, run.cfg.loop.batch_size

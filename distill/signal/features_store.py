@@ -190,7 +190,7 @@ class Leftovers:
             time.sleep(self._kept_s / 20)
             while self._written and self._written[0][0] < time.monotonic() - self._kept_s:
                 _, url = self._written.popleft()
-                with suppress(Exception):  # of a storage that does not answer
+                with suppress(Exception):  # the storage may not respond
                     _remove(*fsspec.core.url_to_fs(url))
 
 
@@ -316,7 +316,7 @@ class Storage:
     def _open(self, path: str) -> Any:
         """Open the file `path` for reading.
 
-        On a local disk, links are refused. So are pipes, which would block.
+        On a local disk, links and pipes are refused, because reading a pipe would block.
         """
         if not isinstance(self._files, LocalFileSystem):
             return self._files.open(path, "rb", block_size=BLOCK_BYTES)
@@ -357,8 +357,8 @@ def _remove(storage: Any, path: str) -> None:
 
 def _read_rows(file: Any, description: Description, use: Use) -> int:
     """Pass all rows to `use`, and return their CRC-32."""
-    # This takes at most LONGEST_ROW bytes, because a row that is longer than a block forms a block
-    # of its own.
+    # A read takes at most LONGEST_ROW bytes, because a row that is longer than a block is read as a
+    # separate block.
     tokens = description.shape[0]
     rows_per_block, crc = max(1, BLOCK_BYTES // description.row_bytes), 0
     buffer = torch.empty(min(tokens, rows_per_block) * description.row_bytes, dtype=torch.uint8)

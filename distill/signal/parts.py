@@ -92,9 +92,9 @@ def _load(target: TargetFolder, dtype: torch.dtype, is_wanted: Callable[[int, st
 
 
 def stream_scales(model: Any, layer_ids: Sequence[int], name: str) -> list[Tensor]:
-    """Return the factors of the norm that reads each stream after k layers, [D].
+    """Return the factors of the norm that is applied to each stream after k layers, [D].
 
-    It is the norm of the next layer, or the final norm.
+    This is the next layer's norm, or the final norm.
 
     Raises:
         ValueError: a norm is of a different kind.

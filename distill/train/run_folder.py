@@ -362,9 +362,8 @@ class RunFolder:
         Raises:
             ValueError: the checkpoint is corrupt or truncated.
         """
-        newest = self.on_main(
-            self._verify_newest
-        )  # the folder may not be visible on other machines yet
+        # The folder may not be visible on other machines yet.
+        newest = self.on_main(self._verify_newest)
         step = 0
         if newest:
             read(self.folder / CHECKPOINTS / newest)
