@@ -61,7 +61,7 @@ CURES = {
     401: ". Give the learner the token that the server was started with",
     404: ". Start it with redraft serve",
 }
-"""What to do about an error that the server itself returns, by status code."""
+"""Remedies for errors that the server itself returns, by status code."""
 ALARM_SHARE = 0.05
 """A draft whose first tokens are accepted less often than this is useless: its weights are wrong,
 or it was made for a different target. Only first tokens count, because on a busy server adaptive
