@@ -125,7 +125,7 @@ class PluginConfig(Settings):
 def is_enabled(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether VLLM_PLUGINS names redraft.
 
-    It is not enough that the plugin was loaded, because vLLM loads every installed plugin if
+    That the plugin was loaded is not enough, because vLLM loads every installed plugin if
     VLLM_PLUGINS is unset.
     """
     return PLUGIN_NAME in environment.get("VLLM_PLUGINS", "").split(",")

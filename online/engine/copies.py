@@ -4,14 +4,15 @@ vLLM's loaders do not update these copies, so after a swap the new draft would s
 the old one. Each copy is updated in place, because captured CUDA graphs contain its address. The
 values come from the checkpoint if the CPU build has packed the weights.
 
-- DFlash and DSpark compute the context keys of all layers in one product. It reads
-  `_fused_kv_weight`, which holds the key and value projections of all layers, and
-  `_k_norm_weights`.
+- DFlash and DSpark compute the context's keys and values for all layers in one product. This
+  product uses `_fused_kv_weight`, which holds the key and value projections of all layers. The
+  norms of the keys are in `_k_norm_weights`.
 - DSpark with a reduced vocabulary and sampled drafts: the column of every draft id in the target's
   vocabulary.
-- P-EAGLE: the state in the slots to fill. The load itself writes it to a tensor without memory.
-- On a CPU, a head tied to the embeddings: vLLM packs it at start. A load brings it no weights, so
-  vLLM does not pack it again, not even after its own reload of the target.
+- P-EAGLE: the state in the slots to fill. The load itself writes this state to a tensor without
+  memory.
+- On a CPU, a head tied to the embeddings: vLLM packs the head at start. A load has no weights for
+  the head, so vLLM does not pack it again, not even after its own reload of the target.
 
 I = layers, G = key heads of this rank, E = head size, D = hidden, V = target vocabulary, W = draft
 vocabulary.

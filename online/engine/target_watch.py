@@ -118,8 +118,8 @@ class TargetWatch:
     def version(self) -> str | None:
         """Return the name of the weights in records.
 
-        It is empty for the weights at the start, and None for weights that are half-written or not
-        finite.
+        The name is empty for the weights at the start, and None for weights that are half-written
+        or not finite.
         """
         if self.is_torn or self.not_finite:
             return None
@@ -337,8 +337,8 @@ def update_rank(
 ) -> tuple[Any, str, bool | None]:
     """Call a method in LOADS, and return (result, error, state).
 
-    The state is whether the call succeeded. It is None if the target weights may be partly updated,
-    or if the update was for the draft.
+    The state says whether the call succeeded. The state is None if the target weights may be partly
+    updated, or if the update was for the draft.
     """
     result, error = None, ""
     try:

@@ -100,8 +100,8 @@ def _load_again(worker: Any) -> None:
 def watch_target(worker: Any) -> None:
     """Keep the version of the target weights up to date.
 
-    It is determined again after each of the methods in UPDATES and, after any other load, before the
-    next step.
+    The version is determined again after each of the methods in UPDATES and, after any other load,
+    before the next step.
     """
     if getattr(worker.vllm_config.parallel_config, "enable_eplb", False):
         return  # vLLM moves replicas of experts between ranks

@@ -207,7 +207,7 @@ def build_curves(
 def find_marks(swaps: Sequence[SwapEntry]) -> list[Mark]:
     """Return one mark per rollout and rollback.
 
-    It is the first successful swap after a different version was requested from the fleet.
+    The mark is the first successful swap after a different version was requested from the fleet.
     """
     found: list[Mark] = []
     for swap in swaps:
