@@ -5,8 +5,8 @@ another thread of the same priority is runnable, each call gives the core away u
 tick, i.e. for 4 ms at 250 Hz. On a machine with two cores, such threads belong to the API server
 and to capture. A thread of the same process may not even get the interpreter lock, and then
 requests are served one after another. These patches let the waiting thread sleep, because a
-sleeping thread is woken at once. It must not call `sched_yield` as well, because Linux's scheduler
-would then run it later.
+sleeping thread is woken at once. The waiting thread must not call `sched_yield` as well, because
+Linux's scheduler would then run it later.
 """
 
 import sys

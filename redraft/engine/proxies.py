@@ -60,8 +60,9 @@ def describe_proxy(url: str) -> str:
 def load_certificates(url: str) -> ssl.SSLContext | Literal[False]:
     """Return the trusted authorities for a server, also on this machine; False without TLS.
 
-    They are those in SSL_CERT_FILE or SSL_CERT_DIR, or else certifi's, because a container may have
-    none of its own. The system's are always added, as OpenSSL finds them.
+    The authorities come from SSL_CERT_FILE or SSL_CERT_DIR, or else from certifi, because a
+    container may have none of its own. The system's authorities are always added, as OpenSSL finds
+    them.
 
     Raises:
         ValueError: if SSL_CERT_FILE or SSL_CERT_DIR cannot be read.
