@@ -46,9 +46,9 @@ def start_by_least_squares(
 
     The output head and the final norm stay the target's (`Eagle3.init_from_layers`). `known`
     contains batches with the target's hidden states, with several times F + D tokens in total.
-    `stream_scales` contains, for each stream, the norm weights [D] of the target layer that reads
-    it. They become the weights of `fc_norm`, because they shrink the entries that are hundreds of
-    times larger than the others.
+    `stream_scales` contains, for each stream, the norm weights [D] of the target layer whose input
+    is that stream. These weights become the weights of `fc_norm`, because they shrink the entries
+    that are hundreds of times larger than the others.
 
     Raises:
         ValueError: the head has no norm for each stream (`fc_norm`), or uses the normed feature as

@@ -27,7 +27,7 @@ def check_mask_token(mask_token_id: int | None, num_embeddings: int) -> None:
 def choose_mask_token(target: TargetFolder, num_embeddings: int) -> int:
     """Choose a token for the empty slots.
 
-    It is the token of the first row that the tokenizer does not use, or otherwise the padding
+    Return the token of the first row that the tokenizer does not use, or otherwise the padding
     token. `num_embeddings` is the number of rows in the target's table.
 
     Raises:
