@@ -1,6 +1,6 @@
 """Read rows of data files.
 
-They are JSON Lines, JSON lists or Parquet, plain or compressed, in a file, a folder or on the hub.
+The files are JSON Lines, JSON lists or Parquet, plain or compressed, on disk or on the hub.
 
 Instead of a damaged row, an `UnusableRowError` is yielded, so that the caller decides whether to
 continue.

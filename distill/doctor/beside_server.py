@@ -154,7 +154,7 @@ def find_other_text(own: float, pair: Pair) -> Iterator[Finding | str]:
 def count_draft_tokens(answers: Sequence[CountedAnswer]) -> int:
     """Return the number of draft tokens per step, from the server's counts.
 
-    It is the maximum over the answers, because the blocks at the end of an answer may be shorter.
+    The maximum over the answers is used, because an answer's last block may be shorter.
     """
     rates = [a.counts.num_draft_tokens / max(a.counts.num_drafts, 1) for a in answers]
     return max(1, math.ceil(max(rates) - 1e-9))

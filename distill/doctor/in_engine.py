@@ -195,7 +195,7 @@ def choose_dtype(
 ) -> TargetDtype:
     """Choose the dtype for an engine run if the user sets none.
 
-    It is the published forecast's dtype if the engine can compute in it, because acceptance can
+    The published forecast's dtype is chosen if the engine can compute in it, because acceptance can
     then be compared with the forecast.
     """
     known = stored.dtype if stored else None

@@ -88,7 +88,7 @@ def softmax_and_log(
 def _argmax(z_MV: Tensor, group: int = 64) -> Tensor:
     """Return the first argmax of every row, [M, 1].
 
-    It is computed in two levels, because on a CPU `amax` is vectorised but `argmax` is not.
+    The result is computed in two levels, because on a CPU `amax` is vectorised but `argmax` is not.
     """
     if z_MV.shape[1] % group:
         return z_MV.argmax(-1, keepdim=True)

@@ -370,7 +370,7 @@ class EndpointHiddenStates(EndpointTarget):
 def _tolerance(dtype: torch.dtype, description: Description) -> float:
     """Return the maximum mean difference of log-probabilities that is accepted, in nats.
 
-    It is the difference between a target's own log-probabilities and those computed from its
+    The two sides are a target's own log-probabilities and the log-probabilities computed from its
     states.
     """
     # The states of a different target would differ by whole nats.
