@@ -199,7 +199,7 @@ def test_its_export_is_recognised_loaded_and_checked(
         return [finding.problem for finding in found]
 
     (problem,) = problems("eagle3", K)
-    assert re.search(r'"eagle3".*\btiny$', problem)
+    assert re.search(r'"eagle3".*\btiny drafts$', problem)
     assert re.search(r"\b4\b.*\b3\b", problems(None, K + 1)[0])
     path = tmp_path / "config.json"
     path.write_text(

@@ -141,7 +141,7 @@ def test_a_finding_needs_enough_drafts() -> None:
 
 def test_a_draft_that_accepts_nothing_or_everything_is_found_without_a_reference() -> None:
     (dead,) = find_dead(make_counts(*[0] * 95, *[1] * 5))
-    assert re.search(r"tau 1\.05 over 100 drafts", dead.problem)
+    assert re.search(r"tau is 1\.05 over 100 drafts", dead.problem)
     (copied,) = find_too_good(make_counts(*[3] * 99, 1))
     assert re.search(r"99\.3%.*\bcopy\b", copied.problem)
     sound = make_counts(*[0, 1] * 100)
