@@ -233,7 +233,7 @@ def read_message(raw: Any, unread: set[str] | None = None) -> Message:
 
 
 def _as_call(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message to a function, which is how gpt-oss writes a call, as the chat API's."""
+    """Convert a message to a function, gpt-oss's form of a call, to the chat API's form."""
     name = str(raw["recipient"]).removeprefix("functions.")
     call = {"name": name, "arguments": read_text(_content(raw))}
     rest = {key: value for key, value in raw.items() if key not in (*TEXT_KEYS, "content_type")}

@@ -219,7 +219,7 @@ class Run:
 
     def _copy(self, draft: Any) -> Any:
         target = self.target.borrowed
-        # These take gigabytes, which a head uses but never changes.
+        # These tensors take gigabytes. A head reads them but never changes them, so share them.
         shared = (target.embed_VD, target.head_VD)
         # `deepcopy` reuses objects that are in this memo.
         return copy.deepcopy(draft, {id(tensor): tensor for tensor in shared})

@@ -212,8 +212,8 @@ class EndpointHiddenStates(EndpointTarget):
 
     async def _signal(self, batch: Batch) -> TargetSignal:
         shape, hidden_size = batch.input_ids_BT.shape, self.head_VD.shape[1]
-        # Rows that are not requested (padding, last tokens) stay zero, which is finite. No label
-        # reads them.
+        # Rows that are not requested (padding, last tokens) stay zero, so that they are finite.
+        # They are not used for any label.
         last_BTD = self._host_zeros(*shape, hidden_size)
         aux_BTLD = self._host_zeros(*shape, len(self.layers), hidden_size)
         last_ND, aux_NLD = last_BTD.flatten(0, 1), aux_BTLD.flatten(0, 1)

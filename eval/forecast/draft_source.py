@@ -120,7 +120,10 @@ class DraftSource:
 
     @property
     def name(self) -> str:
-        """Return the name for reports: as given, the folder's, or its run's if that is `draft`."""
+        """Return the name for reports: the given name, or else the folder's.
+
+        If the folder is called `draft`, it is the name of its run.
+        """
         return self.given_name or self._spell(
             self.lookup and _shorten(self.lookup), _shorten(self.source)
         )

@@ -151,7 +151,7 @@ def _summarise_adaptive(rows: Sequence[PromptRows]) -> list[dict[str, float]]:
 
 
 def _summarise_contexts(rows: Sequence[PromptRows]) -> list[dict[str, float]]:
-    """Return tau per step by context length, with the largest measured k."""
+    """Return tau by context length, for the largest measured k."""
     found = []
     for power in sorted({power for row in rows for power in row.by_context}):
         same = [row.by_context[power] for row in rows if power in row.by_context]

@@ -60,7 +60,7 @@ def rotate(x_BHTE: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
 class Projections(nn.Module):
     """The projections of grouped-query attention.
 
-    Inputs may be larger than outputs. With `qk_norm`, q and k are normed as in Qwen3.
+    The input may be wider than the output. With `qk_norm`, q and k are normed as in Qwen3.
     """
 
     def __init__(self, shape: LlamaShape, input_size: int) -> None:

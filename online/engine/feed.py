@@ -240,8 +240,8 @@ class Feed:
         if not self.capture.is_sampled(request.req_id, origin.tenant):
             return None
         self.capture.counts["captured_requests"] += 1
-        # Counted once, with the next step, because `StepQueue` limits the prompts that waiting
-        # steps keep in memory.
+        # The prompt is counted once, with the next step: `StepQueue` limits the prompt tokens that
+        # waiting steps keep in memory.
         self.num_new_tokens += len(request.prompt_token_ids)
         # The engine also ends an answer at the model's maximum length, whatever max_tokens is.
         max_tokens = self.max_model_len - len(request.prompt_token_ids)

@@ -70,7 +70,7 @@ class TargetWatch:
         were not finite at the start are ignored.
         """
         self.is_cache_spoiled = False
-        """Whether the engine has computed keys and values with such weights."""
+        """Whether the engine has computed keys and values with weights that are not finite."""
         self.digest = ""
         self.label = ""
         """The trainer's name for these weights."""

@@ -57,7 +57,8 @@ ACK_WAIT_S = 60.0
 DUPLICATES_S = 120.0
 
 ERASE_TIMEOUT_S = 10.0
-# Time without overwriting after a failure, so that a slow broker takes at most half of the time.
+# How long overwriting stops after a failure, so that a slow broker takes at most half of the
+# learner's time.
 ERASE_PAUSE_S = 10.0
 NO_MESSAGE = 10037  # NATS's error code for a message that is not in the stream, or no longer.
 OVERLAPPING = (10099, 10100)  # NATS's error codes for a second consumer of a work queue's subjects

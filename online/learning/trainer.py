@@ -243,7 +243,7 @@ class Trainer:
     def begin_again(self) -> None:
         """Restart training from the served version.
 
-        Records already trained on do not become new again.
+        Records that were already trained on still count as trained.
         """
         self.give_up()
         self.num_steps = self.num_not_finite = 0

@@ -114,7 +114,7 @@ class ServerCheck:
         self.authorization = f"Bearer {key}" if key else ""
         self._has_own_key = bool(key)
         self._wants_key = False  # Whether the server has refused a check without a key.
-        self._next_s = 0.0  # Time before which no check is made.
+        self._next_s = 0.0  # Earliest time of the next check.
 
     def offer_key(self, authorization: str) -> None:
         """Use the key from a client's request that the server has answered, if no key is set."""

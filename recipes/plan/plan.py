@@ -73,8 +73,8 @@ class PlanConfig:
     devices: int = 1
     """Total number of GPUs."""
     sharding: ShardingKind = "none"
-    """State to shard over the devices: zero2 shards the optimizer state and gradients, fsdp2 also
-    the weights.
+    """State to shard over the devices: zero2 shards the optimizer state and gradients; fsdp2 also
+    shards the weights.
     """
     shard: bool = False
     """Also shard the layers of a target in the training process."""

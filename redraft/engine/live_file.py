@@ -99,7 +99,7 @@ class LiveFile:
                 tensors = {name: file.get_tensor(name) for name in ("places", "rows", "hashes")}
             is_read = numbers["target"] == self.target and self.draft.restore(tensors, numbers)
         except Exception as error:
-            # Omit the message, which may contain text.
+            # Omit the message, because it may quote users' text.
             logger.warning("redraft: %s cannot be read: %s", self.path, type(error).__name__)
             return
         if not is_read:

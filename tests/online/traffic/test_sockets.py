@@ -207,7 +207,7 @@ async def test_few_requests_wait_behind_another():
         refused, _writer = await open_connection(port, WHOLE * 1000)
         await until(lambda: len(server.server_state.connections) == 1)
         assert b"400" in await refused.read()
-        assert app.left == 1
+        await until(lambda: app.left == 1)
 
 
 @in_event_loop
