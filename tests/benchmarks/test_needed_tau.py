@@ -76,7 +76,8 @@ def test_the_number_of_tokens_that_needs_the_lowest_acceptance_is_that_of_the_pa
         easiest.append(min(needed, key=needed.__getitem__))
     assert easiest == [2, 3, 3]
     assert (
-        "two draft tokens for EAGLE-3, and with three for one pass. For 8B, it is lowest with three"
+        "lowest with two draft tokens for EAGLE-3, and with three for a head that drafts in one pass. "
+        "For the 8B target, it is lowest with three draft tokens."
         in " ".join(PAGE.read_text().split())
     )
 
