@@ -59,6 +59,7 @@ class Flag:
     """The dataclass that has the field."""
     field: str
     is_switch: bool = False
+    is_repeatable: bool = False
 
     @property
     def forms(self) -> tuple[str, ...]:
@@ -165,13 +166,14 @@ def choose_metavar(name: str, hint: Any) -> str | None:
     return f"[{word} [{word} ...]]"
 
 
-def refuse_repeated(args: Sequence[str], config_type: type[Any]) -> None:
+def refuse_repeated(args: Sequence[str], flags: Sequence[Flag]) -> None:
     """Raise ValueError for a flag given twice, because tyro silently drops the first value."""
     given = Counter(
         word.partition("=")[0].replace("_", "-") for word in args if word.startswith("--")
     )
-    twice = [flag for flag, count in given.items() if count > 1]
-    if flag := next((flag for flag in twice if flag not in _repeatable(config_type, "--")), None):
+    repeatable = {flag.name for flag in flags if flag.is_repeatable}
+    twice = (flag for flag, count in given.items() if count > 1 and flag not in repeatable)
+    if flag := next(twice, None):
         raise ValueError(f"{flag} is given {given[flag]} times: give it once")
 
 
@@ -193,6 +195,7 @@ def list_flags(config: Any, prefix: str = "--") -> Iterator[Flag]:
                 owner=type(config),
                 field=field.name,
                 is_switch=(hint.__origin__ if markers else hint) is bool,
+                is_repeatable=tyro.conf.UseAppendAction in markers,
             )
 
 
@@ -246,15 +249,6 @@ def describe_refusal(box: str) -> str:
         names = [line.strip() for line in lines[1:] if not line[depth:].startswith(" ")]
         return f"missing: {', '.join(names)}"
     return " ".join(" ".join(lines).split()).rstrip(".") or title.strip()
-
-
-def _repeatable(config_type: type[Any], prefix: str) -> Iterator[str]:
-    for name, hint in get_type_hints(config_type, include_extras=True).items():
-        flag = prefix + name.replace("_", "-")
-        if tyro.conf.UseAppendAction in getattr(hint, "__metadata__", ()):
-            yield flag
-        elif dataclasses.is_dataclass(hint):
-            yield from _repeatable(cast(type[Any], hint), f"{flag}.")
 
 
 def make_unchecked(config_type: type[Any]) -> Any:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from redraft.engine.proxies import reach_loopback
 from redraft.files.artifact import is_full
@@ -26,6 +26,9 @@ from redraft.files.printable import printable, shorten
 from redraft.files.setting_error import SettingError
 from redraft.recipes.cli.commands import COMMANDS, Command, Group
 from redraft.recipes.cli.wrapping import collecting, printing_spaces, wrap_prose
+
+if TYPE_CHECKING:
+    from redraft.recipes.cli.flags import Flag
 
 TRACEBACK_VARIABLE = "REDRAFT_TRACEBACK"
 
@@ -113,6 +116,13 @@ class Recipe:
     """Flags shown by `--help`, as "Class.field". None shows all flags."""
     prog: str
 
+    @property
+    def flags(self) -> "list[Flag]":
+        """The flags of the config, without those that `parse_recipe` adds."""
+        from redraft.recipes.cli.flags import list_flags, make_unchecked
+
+        return list(list_flags(self.default or make_unchecked(self.config_type)))
+
 
 def run_recipe(
     main: Callable[[Any], object],
@@ -144,10 +154,9 @@ def _run(recipe: Recipe, args: Sequence[str]) -> None:
     try:
         recipe.main(parse_recipe(recipe, args))
     except SettingError as error:
-        from redraft.recipes.cli.flags import list_flags, make_unchecked, spell
+        from redraft.recipes.cli.flags import spell
 
-        flags = list_flags(recipe.default or make_unchecked(recipe.config_type))
-        raise ValueError(spell(error, list(flags))) from error
+        raise ValueError(spell(error, recipe.flags)) from error
 
 
 def parse_recipe(recipe: Recipe, args: Sequence[str]) -> Any:
@@ -175,7 +184,7 @@ def parse_recipe(recipe: Recipe, args: Sequence[str]) -> Any:
     # the defaults of the config.
     end = args.index("--") if "--" in args else len(args)
     rest, others = list(args[:end]), args[end:]
-    refuse_repeated(rest, recipe.config_type)
+    refuse_repeated(rest, recipe.flags)
     name = _take_value(rest, "--preset")
     if name is not None and name not in presets:
         raise ValueError(f"there is no preset {name!r}{_choices(name, presets)}")
@@ -247,14 +256,12 @@ def _parse_flags(
     from redraft.recipes.cli.flags import (
         RefusedConfigError,
         describe_refusal,
-        list_flags,
         make_registry,
-        make_unchecked,
         refuse_unknown,
         spell,
     )
 
-    flags = list(list_flags(default or make_unchecked(recipe.config_type)))
+    flags = recipe.flags
     cure = f"`{recipe.prog} --help{'' if recipe.common is None else '-all'}` lists all flags"
     if any(flag.field == "vllm_args" for flag in flags):
         cure += ", and flags for vLLM come after --"

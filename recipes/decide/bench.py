@@ -229,7 +229,6 @@ def require_answers(cfg: BenchConfig) -> None:
     Raises:
         ValueError: there are no answers; the message has the command that writes them.
     """
-    # Not checked in the config, whose messages are wrapped, so the user could not copy the command.
     if cfg.train and known_answers(cfg) is None:
         raise ValueError(
             f"redraft includes no answers of {cfg.target}: run `redraft regenerate "
