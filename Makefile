@@ -71,7 +71,7 @@ demo-heads: $(STAMP)  ## train every family of heads, serve each in a real vLLM,
 demo-online: $(STAMP)  ## shift traffic under two real servers, and let the learner follow; ONLINE="--preset smollm2": a real model
 	$(BIN)/python -m benchmarks.demo.online $(ONLINE) --overwrite
 
-demo-up: $(STAMP)  ## `redraft up` from an empty folder, against no drafts over time and beside plain vLLM: outputs/demo-up/report.html; UP=--resume: go on after a kill
+demo-up: $(STAMP)  ## `redraft up` from an empty folder, against no drafts over time and beside plain vLLM: outputs/demo-up/report.html; UP=--resume: continue after a kill
 	$(BIN)/python -m benchmarks.demo.up $(or $(UP),--overwrite)
 
 demo-rl: $(STAMP)  ## reinforcement learning moves a target: adapt a draft once, or keep learning? RL=--resume: go on after a kill
