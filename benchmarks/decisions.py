@@ -148,7 +148,7 @@ class Pace:
     busy: float = 0.0
     """Share of the polls with one draft token."""
     dwell: float = 20
-    """Mean number of polls between changes of the number of draft tokens."""
+    """Mean number of polls before the number of draft tokens is drawn again."""
 
     def draw(self, rng: np.random.Generator, trials: int, polls: int) -> Array:
         """Return the number of draft tokens by trial and poll, [T, P]."""
@@ -444,7 +444,7 @@ def _run_campaign(
     policy: Policy,
     abandoned: tuple[float, int] = (0.0, 0),
 ) -> int:
-    """Return the number of the look at which a candidate is promoted, or 0 if none is.
+    """Return the look, counted from 1, that promotes a candidate, or 0 if none does.
 
     From one look to the next, new requests replace a quarter of the held-out ones. Each candidate
     is good at different requests, which explains half of the spread. `abandoned` is (gain, number

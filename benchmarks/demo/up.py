@@ -114,12 +114,12 @@ class Config:
     resume: bool = False
     """Continue the demo in `output` after a kill, with the measurements that it saved."""
     workload_pairs: int = 20
-    """Number of pairs of blocks per workload, compared with a plain server. An interval needs at
-    least 6.
+    """Number of block pairs per workload in the comparison with a plain server. An interval needs
+    at least 6.
     """
     pairs: int = 24
-    """Number of pairs of blocks at the start, at the end with one client, and with the head alone.
-    An interval needs at least 6.
+    """Number of block pairs at the start, at the end with one client, and with the head alone. An
+    interval needs at least 6.
     """
     learn_s: float = 480
     """Duration of the traffic to learn from, in seconds, with a pair of blocks each minute."""
@@ -204,25 +204,25 @@ class Seen(msgspec.Struct):
     """Number of questions that may have been asked."""
     start_s: float = 0.0
     ready_s: float = 0.0
-    """Time at which the server was first ready, in seconds since the epoch."""
+    """Time when the server was first ready, in seconds since the epoch."""
     pairs: list[Pair] = []
-    """Pairs of the server with counted answers."""
+    """Pairs measured on the server with counted answers."""
     alone: list[Pair] = []
-    """Pairs of the head alone."""
+    """Pairs measured with the head alone."""
     first: int = 0
-    """Number of pairs before the learning."""
+    """Number of pairs measured before the learner starts to learn."""
     last: int = 0
-    """Number of pairs before those at the end."""
+    """Number of pairs measured before the final ones."""
     restarts_s: list[float] = []
     """Times of the kill and of the first answer after it, in seconds since `ready_s`."""
     cut_by_kill: int = 0
     never_slower: dict[str, Any] = {}
     pace: dict[str, Any] = {}
     texts: list[tuple[list[int], list[int]]] = []
-    """Token ids of prompts and answers of the traffic."""
+    """Token ids of the traffic's prompts and answers."""
     failures: list[str] = []
     counted: int = 0
-    """Number of failures in finished parts. Those of an interrupted part are dropped, because its
+    """Number of failures in finished parts. An interrupted part's failures are dropped, because its
     servers were stopped.
     """
 
@@ -336,7 +336,7 @@ class Play:
         return time.monotonic() - began_s
 
     def stop(self) -> None:
-        """Stop the command, and wait until its learner has exited, whose files are read next."""
+        """Stop the command, and wait until its learner exits, because its files are read next."""
         if self._process is not None:
             self._process.terminate()
             self._process.wait()

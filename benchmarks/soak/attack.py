@@ -62,8 +62,8 @@ tap.
 """
 
 KILLED = b"EngineCore encountered an issue"
-"""Part of the body of vLLM's 500 response after its engine was killed. If no fault killed it,
-judge.py reports that as a separate failure.
+"""Text in vLLM's 500 response after its engine was killed. If no fault killed the engine, judge.py
+reports that as a separate failure.
 """
 
 

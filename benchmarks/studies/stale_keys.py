@@ -5,7 +5,7 @@ $ python -m benchmarks.studies.stale_keys    # the small target and head of the 
 vLLM keeps a head's keys in the cached blocks of a prompt. After a swap, such a block contains the
 keys of the previous head. Here, the acceptance of a head is forecast on held-out text, while its
 keys and values for the prompt are replaced with another head's (`--other`, by default the new head
-with which `redraft up` begins), or with zeros, as for text that no head has read. tau is greedy,
+that `redraft up` begins with), or with zeros, as for text that no head has read. tau is greedy,
 with three draft tokens and the text's own tokens before them. Differences have 95% intervals over
 texts.
 """

@@ -59,8 +59,7 @@ from redraft.recipes.cli.run import run_recipe
 from redraft.recipes.demo.parts import ANSWERS, make_target
 
 Tokens = NDArray[np.int64]
-"""Draft tokens of the block that begins after output token t, [T - 1, K]; NOTHING if there is none.
-"""
+"""Block of draft tokens after output token t, [T - 1, K]; NOTHING if there is none."""
 Rule = Literal["none", "bias", "low_rank"]
 WORTH = 0.10  # Gain over head and lookup that would justify the engine code.
 

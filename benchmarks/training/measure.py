@@ -42,18 +42,18 @@ peers.
 FLOOR = "matmuls alone"
 
 FLOOR_ROWS, FLOOR_ROWS_GPU = 256, 4096
-"""Number of rows per product of the floor. On a CPU, a larger result would not fit into the caches.
+"""Number of rows per matmul of the floor. On a CPU, a larger result would not fit into the caches.
 Fewer rows would make a matmul slower, or leave most of a GPU idle.
 """
 
 MEMORY_RUNS = 3
-"""Number of runs per side that measure peak memory."""
+"""Number of peak-memory runs per side."""
 
 
 class Step:
-    """A run of a side that trains.
+    """One side's training step.
 
-    It computes the loss and the backward pass, and takes a step of the optimizer, if there is one.
+    It computes the loss and the backward pass, and takes an optimizer step if there is one.
     """
 
     def __init__(
