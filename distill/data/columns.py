@@ -37,7 +37,7 @@ TOOLS = ("tools", "functions", "available_tools")
 # TRL's name for the template arguments of the request that produced the answers.
 ARGUMENTS = "chat_template_kwargs"
 TOKEN_IDS = "token_ids"  # Column of `redraft regenerate` with the ids that a server returned.
-OURS = ("key", "settings")  # Columns in which `redraft regenerate` describes its own run.
+OURS = ("key", "settings")  # Columns that describe a run of `redraft regenerate`.
 
 
 @dataclass(kw_only=True)

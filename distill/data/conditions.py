@@ -82,7 +82,7 @@ def broken_condition(
 
 
 def missing_question(prompt: str, content: Content) -> str | None:
-    """Return the reason if a prompt lacks text on which the answer depends, otherwise None."""
+    """Return the reason if a prompt lacks text that the answer depends on, otherwise None."""
     for name, text in (
         ("question", content.question),
         *(("system prompt", text) for text in content.systems),

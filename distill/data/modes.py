@@ -6,12 +6,12 @@ This module does not import transformers, because the learner names modes before
 from collections.abc import Mapping
 from typing import Any
 
-# Arguments with which a request switches the reasoning on or off.
+# Request arguments that switch reasoning on or off.
 SWITCHES = ("enable_thinking", "thinking")
 EFFORT = "reasoning_effort"
-# Levels of the effort argument, in the order in which they are tried.
+# Values of the effort argument, in the order they are tried.
 EFFORTS = ("high", "xhigh", "max", "medium", "low")
-# Levels of the effort argument at which a target does not think.
+# Values of the effort argument that turn thinking off.
 NO_EFFORTS = ("none", "no_think", "off")
 
 

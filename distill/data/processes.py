@@ -1,4 +1,4 @@
-"""Run chunks of work in processes, each of which creates its tool once."""
+"""Run chunks of work in processes; each process creates its tool once."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from redraft.files.setting_error import SettingError
 if TYPE_CHECKING:
     import datasets
 
-SPLITS = "dataset_dict.json"  # File in which `save_to_disk` lists the splits.
+SPLITS = "dataset_dict.json"  # `save_to_disk` lists the splits in this file.
 COMPRESSIONS = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}
 """The first bytes of a compressed file, by suffix."""
 ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # marks the end of a stream of record batches

@@ -38,7 +38,7 @@ ABOUT = "about.json"
 PARTS = ("train", "held-out")
 BLOCK = 1 << 22  # Tokens counted at once.
 
-Origin = dict[str, Any]  # everything on which the tokens depend, keyed by its name in messages
+Origin = dict[str, Any]  # everything that the tokens depend on, keyed by its name in messages
 
 
 class MappedSamples(Sequence[Sample]):

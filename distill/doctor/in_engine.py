@@ -89,7 +89,7 @@ class EngineCheck:
     prompts: str | None = None
     num_prompts: int = 16
     max_tokens: int | None = None
-    """Maximum answer length. Default: as in the published forecast, or otherwise
+    """Maximum answer length. Default: the length in the published forecast, or otherwise
     DEFAULT_MAX_TOKENS.
     """
     on_cpu: bool = ENGINE_IS_CPU
@@ -109,7 +109,7 @@ class Plan:
 
     @property
     def prompts(self) -> Sequence[Sequence[int]]:
-        """The prompts on which acceptance is evaluated."""
+        """The prompts used to evaluate acceptance."""
         return self.run.prompts[self.num_long :]
 
 

@@ -48,7 +48,7 @@ MIN_GAIN_OF_ANCHOR = 0.25
 per cent from it.
 """
 
-# Maximum number of aux layers for which every order is tried: 23 other orders for 4 layers.
+# Every order is tried for up to this many aux layers: 23 other orders for 4 layers.
 MAX_PERMUTED = 4
 MAX_MASKS = 12  # Maximum number of mask tokens that are tried.
 
@@ -356,7 +356,7 @@ def _options(pair: Pair, head: Eagle3 | DFlash) -> Iterator[Reading]:
         )
 
 
-# Keys of the mask token, in the order in which engines look them up.
+# Keys of the mask token, in the order engines look them up.
 MASK_KEYS = ("mask_token_id", "pard_token")
 
 

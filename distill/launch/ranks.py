@@ -26,7 +26,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from redraft.engine.process import LIBC, PR_SET_PDEATHSIG
 
 LONGEST_WAIT = timedelta(hours=24)
-"""Time after which the ranks abandon a rank that is alive but does not respond. It is long because
+"""How long the ranks wait for a rank that is alive but does not respond. The time is long because
 the first rank may be caching the target, or measuring a draft in the engine. A dead rank is noticed
 at once, by the launcher and by closed connections.
 """

@@ -41,7 +41,7 @@ def matmul_dtype(
 ) -> torch.dtype:
     """Return the matmul dtype for `x`.
 
-    The result is the dtype of `x` or of autocast, or float32 on a CPU where float32 is faster.
+    The result is the dtype of `x` or of autocast, or float32 on a CPU if float32 is faster.
     `seconds` measures one matmul.
     """
     dtype = product_dtype(x)

@@ -325,7 +325,7 @@ def _make_draft(plan: Plan, model: Any) -> Any:
 
 
 def make_batch(plan: Plan) -> Batch:
-    """Create rows of documents of equal length, in which every token is a label."""
+    """Create rows of equally long documents, with every token a label."""
     length = plan.sequence_length // plan.documents
     seeded = torch.Generator().manual_seed(
         0

@@ -30,7 +30,7 @@ from torch.utils.flop_counter import flop_registry
 import redraft.heads.nn.prefix  # noqa: F401  registers the operations of ATTENTION
 from redraft.distill.plan.operations import Operation
 
-# Maximum number of elements of a tensor that keeps its values; a long batch's mask [B, T, T] is
+# Tensors with at most this many elements keep their values; a long batch's mask [B, T, T] is
 # larger, and its values are not read.
 MAX_VALUES = 1 << 22
 META = torch.device("meta")
@@ -46,7 +46,7 @@ class Weightless(Tensor):
     """
 
     shown_on = META
-    plain: Tensor  # the same tensor on `meta`; views share a storage, by which memory is counted
+    plain: Tensor  # the same tensor on `meta`; views share a storage, which is counted once
 
     # There is no Python code above autograd: operations are intercepted once, in
     # __torch_dispatch__.

@@ -169,8 +169,8 @@ def read_last_signals(
     """Return the last batches of the first epoch, with the target's states.
 
     The batches have `num_tokens` tokens in total, or all tokens if there are fewer. The last
-    batches are used because training reaches them late, and a head learns little from text to which
-    its start was fitted. All ranks get the same batches.
+    batches are used because training reaches them late, and a head learns little from text that
+    its start was fitted to. All ranks get the same batches.
     """
     source = live_signal(run.cfg.signal, run.target, layer_ids)
     train, size = run.data.train, run.cfg.loop.batch_size

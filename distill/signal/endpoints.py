@@ -13,8 +13,8 @@ from typing import Any
 from redraft.distill.signal.endpoint import Endpoint
 from redraft.files.progress import Progress
 
-# Maximum number of doublings of the pause between probes, which would otherwise overflow in a long
-# outage.
+# Maximum number of times that the pause between probes doubles. Without a limit, it would overflow
+# in a long outage.
 MAX_DOUBLINGS = 16
 PROBE_TIMEOUT_S = 10.0  # a server that takes longer to list its models is considered dead
 

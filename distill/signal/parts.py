@@ -1,4 +1,4 @@
-"""Get the parts of a target from which a head starts, even if its layers are not in this process.
+"""Get the target's parts that a head starts from, even if the layers are not in this process.
 
 whole target in this process            its modules
 layers in shards, or on other machines  a few tensors of its files; the first process shares the head

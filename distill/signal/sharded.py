@@ -125,7 +125,7 @@ def most_of_ranks(model: Any, number: int) -> int:
     return int(largest)
 
 
-_led: set[int] = set()  # Models for which the first rank currently leads the passes.
+_led: set[int] = set()  # Models whose passes the first rank currently leads.
 
 
 @contextmanager

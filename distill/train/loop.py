@@ -45,7 +45,7 @@ from redraft.files.progress import Progress
 from redraft.heads.draft import Batch
 
 PRECISIONS = {"no": "float32", "bf16": "bfloat16, weights in float32,"}
-# Number of steps with which to measure the training speed, after a first step that warms up.
+# Number of steps used to measure the training speed, after a first step that warms up.
 TIMED_STEPS = 3
 
 

@@ -38,7 +38,7 @@ from redraft.heads.draft import Batch, Draft, TargetSignal, label_rows, token_ro
 
 # File in a checkpoint with the number of steps and the layout of the ranks.
 PROGRESS = "progress.json"
-# Number of non-finite steps in a row after which a run will not recover, and stops.
+# A run stops after this many non-finite steps in a row, because it will not recover.
 MAX_SKIPPED_IN_A_ROW = 20
 
 
