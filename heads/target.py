@@ -49,7 +49,7 @@ class Target:
     """
 
     def drop_copy(self, tensors: dict[str, Tensor], name: str, rows: Tensor, folder: Path) -> None:
-        """Remove a draft's copy of these rows of the target from its `tensors`, if there is one.
+        """Remove a draft's copy of these target rows from its `tensors`, if there is one.
 
         Raises:
             ValueError: it differs, in the dtype of the copy: a bfloat16 export rounds the rows of a

@@ -422,10 +422,10 @@ def choose_anchors(
 ) -> tuple[Tensor, Tensor]:
     """Choose anchors: (rows before them, int64 [B, A]; whether a row is chosen, bool [B, T]).
 
-    The rows ascend. Only rows whose anchor is followed by a label can be chosen. If a row of the
-    batch has fewer than `limit` such rows, other rows fill the gap and are not marked as chosen.
-    See `choose_rows`. If ranks share the batch, they choose among all of its rows, and each rank
-    gets the chosen rows among its own.
+    The rows are in ascending order. A row can be chosen only if a label follows its anchor. If a
+    row of the batch has fewer than `limit` such rows, other rows fill the gap and are not marked as
+    chosen. See `choose_rows`. If ranks share the batch, they choose among all of its rows, and each
+    rank gets the chosen rows that it holds.
     """
     if (shared := batch.shared) is not None:
         _, is_chosen_BT = choose_anchors(shared.whole, limit)

@@ -3,7 +3,8 @@
 No mask of rows by keys is ever built.
 
     row n of the batch     sees the keys `start[n] <= t < end[n]`, e.g. its document up to itself,
-                           and its own keys: those of the same row at other draft steps, or those of its block
+                           and its own keys: from the same row at other draft steps, or from
+                           its block
     total                  one softmax over both: the parts are merged by log sum exp
 
 The range has one form for CPUs (PyTorch's flash kernel, document by document or in blocks of rows)
