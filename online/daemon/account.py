@@ -1,4 +1,4 @@
-"""Typed journal entries in which the learner reports its state."""
+"""Typed journal entries that report the learner's state."""
 
 import math
 import time

@@ -214,8 +214,8 @@ class Judge:
 def choose_judging(latest: Judging, servers: Counter[Drafting]) -> tuple[Judging, str]:
     """Choose the settings to judge with; return them with a description of their source.
 
-    The chosen settings are those of most servers. If no server responds, the latest settings
-    stay in effect: those that servers reported last, or otherwise the configured ones.
+    The settings of most servers are chosen. If no server responds, the latest settings stay in
+    effect: the ones that servers reported last, or otherwise the configured ones.
     """
     if not servers:
         stays = Drafting(latest.num_speculative_tokens, latest.draft_sample_method)

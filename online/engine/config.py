@@ -44,7 +44,7 @@ class CaptureConfig(ServerSample, Recording):
         return LOG_RECORD_BYTES if self.ingest else SPOOL_RECORD_BYTES
 
 
-# Name of vLLM's table of draft tokens by batch size.
+# vLLM's name for the table of draft tokens by batch size.
 TABLE = "num_speculative_tokens_per_batch_size"
 
 

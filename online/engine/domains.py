@@ -1,6 +1,6 @@
 """Count the served version's drafts and accepted tokens by domain.
 
-The engine counts them at the point at which vLLM counts all drafts.
+The engine counts them at the point where vLLM counts all drafts.
 
     scheduler: a verified draft ─► counts by domain ─► utility call ─► GET /redraft/status ─► the learner's canary
     worker: the step's output names the requests whose drafts came from another proposer: such
@@ -22,7 +22,7 @@ from redraft.online.records.origin import read_origin_arguments
 # Maximum number of domains counted separately, because clients choose the names; all others are
 # counted together.
 MAX_DOMAINS = 32
-OTHER = "(other)"  # Name under which the remaining domains are counted.
+OTHER = "(other)"  # The remaining domains are counted under this name.
 LOOKUP_METHODS = ("ngram", "ngram_gpu", "suffix")  # vLLM's methods that use no draft model.
 
 Counts = dict[str, list[int]]

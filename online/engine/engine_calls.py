@@ -14,7 +14,7 @@ from redraft.online.engine.pace_status import describe_pace
 
 DEATH_POLL_S = 1.0  # seconds between two checks of whether the called engine is still alive
 DEAD = "the engine has died: start this server again"
-MAX_SAID = 400  # maximum number of characters of an engine's error in a response
+MAX_SAID = 400  # maximum length of an engine's error in a response, in characters
 T = TypeVar("T")
 
 

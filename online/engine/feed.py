@@ -229,7 +229,7 @@ class Feed:
         origin = read_origin_arguments(params.extra_args)
         if (
             origin is None
-        ):  # e.g. from a different front end, where it is unknown whether the client opted out
+        ):  # e.g. from a different front end: it is unknown whether the client opted out
             self.capture.counts["skipped_requests_unmarked"] += 1
             return None
         if reason := _find_skip_reason(

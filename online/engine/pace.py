@@ -110,7 +110,7 @@ class Pacer:
         self.policy = Policy(most, max_requests, max_context, is_adaptive=is_adaptive)
         # Number of output tokens that the draft has not processed, by request.
         self.unread: dict[str, int] = {}
-        # Whether the draft had processed most of the tokens of the requests in the latest step.
+        # Whether the draft had processed most of the requests' tokens in the latest step.
         self._is_read = True
         self.memory: PaceMemory | None = None  # Saves the policy for the next start.
         self._drafted = self._verified = 0

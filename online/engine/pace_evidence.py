@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-MEMORY_STEPS = 4000  # Number of steps after which the weight of acceptance and times falls to 1/e.
+MEMORY_STEPS = 4000  # Number of steps until the weight of acceptance and times falls to 1/e.
 # Maximum weight of the remembered acceptance at a position, in drafts.
 MEMORY_DRAFTS = 4000
 MOST_PROBES = 128  # The newest ones count.
-# Number of drafts at which a cell's own acceptance counts as much as other cells' acceptance.
+# With this many drafts, a cell's own acceptance counts as much as other cells' acceptance.
 POOL = 100
 BORROWED = 60  # Maximum weight, in drafts, of other context lengths.
 
@@ -36,7 +36,7 @@ SPREAD_OFFSET, SPREAD_SLOPE = 0.12, 0.15
 """Standard deviations of OFFSET and SLOPE."""
 
 OCTAVES, CONTEXT_OCTAVES = 1.5, 2.5
-"""Length scales, in octaves of the requests and of the context length, over which both change."""
+"""Both change over these length scales, in octaves of the requests and of the context length."""
 
 SPREAD_ARM, ARM_OCTAVES = 0.05, 0.5  # standard deviation from that line, e.g. because of tile sizes
 

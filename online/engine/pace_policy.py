@@ -46,12 +46,12 @@ STEPS, AROUND = 5, 12
 MARGIN = 0.015  # Minimum relative gain for a change of the base.
 # Number of standard errors added to an arm's estimate to decide whether it is worth a probe.
 DOUBT = 1.6
-# Maximum number of probes of other arms before one of off, because only off shows whether drafting
-# pays.
+# Off is probed after at most this many probes of other arms, because only off shows whether
+# drafting pays.
 OFF_AFTER = 2
 # Minimum number of steps with an arm in a cell before their mean time is used as a reference.
 KNOWN = 4
-FADE_STEPS = 100  # Number of steps after which the weight of old evidence is reduced.
+FADE_STEPS = 100  # Number of steps between reductions of old evidence's weight.
 
 
 @dataclass

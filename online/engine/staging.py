@@ -8,7 +8,7 @@ A separate thread reads it, so hung storage blocks nothing else.
 
 The memory is anonymous: no page of it is backed by the storage. Python reads the files, so the
 engine thread can run meanwhile. A page fault on hung storage would stop both. For a GPU, the memory
-is one pinned buffer, from which the paused engine copies the weights several times as fast. The
+is one pinned buffer, because the paused engine copies weights from it several times as fast. The
 buffer is created at start and used by every swap, because pinning takes the driver's lock and would
 block the engine's kernel launches.
 

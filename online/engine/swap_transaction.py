@@ -32,7 +32,7 @@ T = TypeVar("T")
 VERSION = re.compile(r"v[0-9]{6,18}")
 STAGE_TIMEOUT_S = 200.0  # time limit for reading a version into memory, while serving continues
 STAGE_POLL_S, BUSY_POLL_S = 0.05, 0.25
-# Maximum pause, including the copies of the weights, after which the engine resumes.
+# Maximum pause, including the copies of the weights. The engine then resumes.
 PAUSE_TIMEOUT_S = 60.0
 # Time limit for reading target weights before the pause, and again for loading them within it.
 TARGET_TIMEOUT_S = 1200.0
@@ -90,7 +90,7 @@ class Swaps:
         can_pause: bool = True,
     ) -> None:
         self.registry, self.engine, self.calls = registry, engine, EngineCalls(engine)
-        self.targets = targets  # Folders from which target weights may be loaded.
+        self.targets = targets  # Target weights may be loaded from these folders.
         self.registry_id = ""  # id of the served registry, from its folder or from the first swap
         # Identifies this process to the workers, which let one API process swap at a time.
         self._id = uuid.uuid4().hex

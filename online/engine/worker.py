@@ -208,7 +208,7 @@ def install(worker: Any) -> None:
     if getattr(worker, "weight_transfer_engine", None) is not None:
         roots = [*config.targets, *([config.registry] if config.registry else [])]
         watch_pushes(worker, roots)
-    # e.g. no safetensors files, in which case weights from files are not compared.
+    # e.g. no safetensors files; weights from files are then not compared.
     with suppress(Exception):
         folder = model_folder(worker.vllm_config.model_config.model)
         state.target_tensors = describe_target(folder)

@@ -29,7 +29,7 @@ IS_PLAIN = "it uses plain HTTP: start its address with http://"
 IS_TLS = "it does not answer in HTTP: if it uses TLS, start its address with https://"
 NO_NETWORK = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EADDRNOTAVAIL}
 BY_CODE = {10: EXPIRED, 62: OTHER_NAME, 64: OTHER_NAME}  # OpenSSL's verify codes.
-REDIRECTS = (301, 302, 303, 308)  # without 307, with which vLLM itself removes a trailing slash
+REDIRECTS = (301, 302, 303, 308)  # without 307: vLLM itself uses it to remove a trailing slash
 TLS_REASONS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "UNEXPECTED_EOF")
 
 

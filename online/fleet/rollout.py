@@ -82,7 +82,7 @@ MIN_DOMAIN_DRAFTS = 200
 ALL = f"{AT_LOAD}all"  # Key for the counts of all domains and loads together.
 
 MIN_BLOCKS, MAX_BLOCKS = 8, 16
-"""Number of blocks of polls, for fewer than 64 polls and for more. Fewer blocks would estimate the
+"""Number of poll blocks, for fewer than 64 polls and for more. Fewer blocks would estimate the
 spread poorly; with more, a block would be shorter than a long request.
 """
 
@@ -121,7 +121,7 @@ class RolloutPolicy:
     control group.
     """
     swap_timeout_s: float = 120
-    """Seconds without a response after which the rollout continues without the server."""
+    """The rollout continues without a server that has not responded for this many seconds."""
     rollback_timeout_s: float = 300
     """Seconds to keep trying to return every server to the old version after a failed rollout."""
     max_absent_share: float = 0.1

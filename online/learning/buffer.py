@@ -141,14 +141,14 @@ class Buffer(AbstractContextManager["Buffer"]):
         self.counts: Counter[str] = Counter()
         # One message each; the code that reports them may clear the list.
         self.damage: list[str] = []
-        self.now_s = 0.0  # the caller's time at the last `expire`, to which arrivals and ages refer
+        self.now_s = 0.0  # the caller's time at the last `expire`; arrivals and ages refer to it
         # Without a folder, no client's text may reach a disk, so bad records are only counted.
         self.quarantine = (
             Quarantine(config.folder / "quarantine", config.max_age_s, lambda: self.now_s)
             if config.folder
             else None
         )
-        # Names under which domains are evaluated and shown (`refresh_names`).
+        # The name of each domain in evaluations and on the page (`refresh_names`).
         self.names: Mapping[str, str] = {}
         self._segments = Segments(self._find_text)
         # Re-entrant, because public methods call one another: `append` expires, `delete_tenant`

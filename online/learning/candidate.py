@@ -279,7 +279,7 @@ class Candidate:
                 shutil.copy(self.version / "config.json", folder / DRAFT)
         except (
             Exception
-        ) as error:  # e.g. a full disk, for which torch and safetensors raise errors of their own
+        ) as error:  # e.g. a full disk: torch and safetensors then raise errors of their own
             failed.append(error)
         # Every rank waits here until all have written; then the first rank seals the folder.
         if (failed := gather_object(failed)) and self.accelerator.is_main_process:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-SLACK_S = 3600.0  # maximum distance from the expected time at which the wall clock is accepted
+SLACK_S = 3600.0  # the wall clock is accepted up to this far from the expected time
 # Seconds for which a clock that jumped must be consistent before it is used again.
 BELIEVED_AFTER_S = 600.0
 

@@ -117,7 +117,7 @@ class Judging:
     samples. Used only until a server reports its own method.
     """
     held_out_per_domain: int = 200
-    """Number of held-out requests per domain on which a candidate is evaluated; the newest ones are
+    """Number of held-out requests per domain that a candidate is evaluated on; the newest ones are
     used. A prompt counts once, however often it was sent.
     """
     domains: tuple[str, ...] = ()

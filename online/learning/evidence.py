@@ -1,4 +1,4 @@
-"""Choose the requests on which candidates are evaluated, and the records to replay.
+"""Choose the requests that candidates are evaluated on, and the records to replay.
 
 Prompts are distinct, and each tenant has a limited share. All functions are pure.
 
@@ -35,7 +35,7 @@ many small tenants do not count as one next to a large one.
 
 @dataclass(frozen=True, kw_only=True)
 class EvidenceLimits:
-    """Limits on the requests on which a draft is evaluated."""
+    """Limits on the requests used to evaluate a draft."""
 
     per_domain: int
     """Maximum number of requests per domain."""
@@ -50,7 +50,7 @@ class EvidenceLimits:
 
 
 def choose_evidence(held_out: Index, names: Mapping[str, str], limits: EvidenceLimits) -> list[int]:
-    """Return the sequence numbers of the records on which a draft is evaluated, in ascending order.
+    """Return the sequence numbers of the records used to evaluate a draft, in ascending order.
 
     The records make up whole requests, namely the newest requests in every domain. `held_out` is
     the index of all held-out records, and `names` comes from `name_domains`. A prompt counts once,
@@ -89,7 +89,7 @@ def _take_newest_requests(held_out: Index) -> list[int]:
 
 
 def name_domains(index: Index, known: Collection[str]) -> Mapping[str, str]:
-    """Return the name under which each domain of the index is evaluated and shown.
+    """Return the name of each of the index's domains in evaluations and on the page.
 
     Known domains keep their names, and so do the MAX_DOMAINS largest other domains, ranked by
     number of tenants and then by number of records. All remaining domains are named OTHER. In a
@@ -183,7 +183,7 @@ def choose_replayed(
 ) -> NDArray[np.int64]:
     """Return the sequence numbers of `count` distinct records in the index.
 
-    The numbers are in the order in which `policy` draws the records. No tenant has more than
+    The numbers are in the order that `policy` draws the records. No tenant has more than
     `tenant_share` of them while others have records left.
     """
     order = _draw(_log_weights(index, now_s, policy), rng)

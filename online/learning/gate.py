@@ -136,7 +136,7 @@ def judge(
 
     Row i of each sequence belongs to the same held-out request. If there are several thinking
     `modes`, they are evaluated in the same way as domains. Each request is then in two groups.
-    `contexts` has parts of the same counts. A proven loss in one of several ranges of lengths
+    `contexts` has parts of the same counts. A proven loss in one of several length ranges
     rejects the candidate. A range without a proof does not, because there are many ranges with few
     requests each.
 

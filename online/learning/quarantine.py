@@ -24,7 +24,7 @@ MAX_FILES = 256
 MAX_FILES_PER_REASON = 16
 MAX_BYTES = 64 << 20
 MAX_FILE_BYTES = 1 << 20  # Longer frames are cut.
-KEPT_S = 60.0  # minimum age in seconds at which a newer example with the same reason replaces one
+KEPT_S = 60.0  # minimum age in seconds before a newer example with the same reason replaces one
 SUFFIX = ".frame"
 
 

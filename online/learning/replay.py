@@ -203,7 +203,7 @@ def _make_batch(
         start = 0
         for text in row:
             end = start + len(text.input_ids_T)
-            # Use the positions at which the tokens were served, because some heads treat position 0
+            # Use the tokens' positions when they were served, because some heads treat position 0
             # differently. `Batch.packed` has counted every text from 0, so the offset is added.
             batch.position_ids_BT[b, start:end] += text.position
             rows_N.append(b * width + start + text.rows_R)  # in the flattened batch

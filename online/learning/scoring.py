@@ -42,7 +42,7 @@ Method = Literal["greedy", "probabilistic"]
 NO_MASS = -1e4  # Logarithm of a probability that is 0 in float32.
 
 ByContext = dict[int, AcceptanceCounts]
-"""Counts by the context length at which a block begins, keyed as by `split_by_context`."""
+"""Counts by the context length before a block, keyed as by `split_by_context`."""
 
 
 def score(draft: Draft, records: Sequence[Record], **settings: Any) -> list[AcceptanceCounts]:
@@ -214,7 +214,7 @@ def pair_contexts(
 
 
 def name_modes(scores: Sequence[RequestScore]) -> list[str]:
-    """Return the thinking mode under which each request is evaluated.
+    """Return each request's thinking mode for the evaluation.
 
     As with domains, a mode that only one of several tenants uses is not evaluated separately,
     because any client can request a mode.

@@ -229,7 +229,7 @@ class Sleep:
     """
 
     version: str = ""
-    """Version for which `then` was measured; empty before the first measurement."""
+    """Version that `then` was measured for; empty before the first measurement."""
     drafting: str = ""
     """Draft settings of the measurement, because tau depends on the number of draft tokens."""
     through: int = 0

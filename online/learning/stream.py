@@ -53,7 +53,7 @@ SILENCE_S = 5.0  # Seconds after a request has expired before the log counts as 
 WAIT_S = 1.0  # Seconds to wait for the first record before `take` returns with nothing.
 # Seconds until an unacknowledged record is delivered again. Slow disks need less.
 ACK_WAIT_S = 60.0
-# Time in which the log drops duplicates; later duplicates are dropped by the buffer.
+# The log drops duplicates within this time; the buffer drops later ones.
 DUPLICATES_S = 120.0
 
 ERASE_TIMEOUT_S = 10.0
@@ -82,7 +82,7 @@ class StreamSource:
     ) -> None:
         """Store the settings; the connection is opened later.
 
-        `now_s` returns the current time, with which arriving records are stored. It is called on
+        `now_s` returns the current time, which is stored with arriving records. It is called on
         the event loop's thread. `registry_id` distinguishes learners of different registries.
         """
         self.ingest, self.config, self.limits, self.registry_id = (
@@ -94,7 +94,7 @@ class StreamSource:
         self.buffer, self.vocab_size, self._now_s = buffer, vocab_size, now_s
         self._client: Any = None
         self._pull: Pull | None = None
-        # Monotonic time from which messages are overwritten again; infinite if it is not permitted.
+        # Monotonic time when overwriting messages resumes; infinite if it is not permitted.
         self._erase_from_s = 0.0
         self.faults: list[
             tuple[str, str]

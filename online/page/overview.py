@@ -33,8 +33,8 @@ from redraft.online.page.headline import (
 )
 from redraft.online.page.history import E, History
 
-MAX_POINTS = 180  # Maximum number of points of a server's curve.
-# Maximum number of points of a domain's curve; there are few captured requests, so buckets are
+MAX_POINTS = 180  # Maximum number of points in a server's curve.
+# Maximum number of points in a domain's curve; there are few captured requests, so buckets are
 # wide.
 MAX_DOMAIN_POINTS = 90
 MAX_CURVES = 8  # Maximum number of curves in one chart; the rest are summed into one.

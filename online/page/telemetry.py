@@ -38,7 +38,7 @@ from redraft.online.journal import (
     Verdict,
 )
 
-# Maximum number of values of a label, because clients choose domain names; all others count as
+# Maximum number of values per label, because clients choose domain names; all others count as
 # `other`.
 MAX_VALUES = 64
 

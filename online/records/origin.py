@@ -16,8 +16,7 @@ MAX_LABEL_CHARS = 64
 # Maximum length of the template arguments as JSON; longer ones are omitted.
 MAX_ARGUMENTS_CHARS = 200
 NOT_ARGUMENTS = {"add_generation_prompt", "continue_final_message", "cohere_format"}
-"""Arguments that vLLM adds to those of each request. The last one selects a renderer.
-"""
+"""Arguments that vLLM adds to each request's own. The last one selects a renderer."""
 
 
 class Origin(NamedTuple):

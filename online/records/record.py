@@ -80,7 +80,7 @@ class CorruptRecordError(ValueError):
     def __init__(self, message: str, reason: str = "corrupt") -> None:
         super().__init__(message)
         self.reason = reason
-        """The reason under which the record is counted, used as a metric label."""
+        """The record is counted under this reason, which is used as a metric label."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@
 
 The tap sends no field that the engine rejects or does not have. Records of SGLang and llama.cpp
 contain only ids: when llama.cpp runs a draft, it reports a probability of 1 for nearly every token,
-from which a draft would learn to be overconfident. `redraft data score` adds the distributions.
+which would teach a draft to be overconfident. `redraft data score` adds the distributions.
 TensorRT-LLM refuses unknown fields and returns no prompt ids, so its answers cannot be recorded.
 """
 

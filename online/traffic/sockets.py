@@ -56,7 +56,7 @@ MAX_BODY_BYTES = 64 << 20
 # Maximum number of bytes counted for one body. No more than these are kept of a longer body.
 HELD_BYTES = 1 << 20
 
-# Minimum time for which connections stay open, because in a burst normal clients wait too.
+# Minimum time that connections stay open, because in a burst normal clients wait too.
 MIN_WAIT_S = 1.0
 LAST_LOOK_S = 0.05  # Time between an idle connection's timeout and its close.
 
