@@ -178,7 +178,7 @@ def refuse_repeated(args: Sequence[str], flags: Sequence[Flag]) -> None:
 
 
 def list_flags(config: Any, prefix: str = "--") -> Iterator[Flag]:
-    """Yield the flags of a config, with those of its nested dataclasses."""
+    """Yield the flags of a config and of its nested dataclasses."""
     hints = get_type_hints(type(config), include_extras=True)
     for field in dataclasses.fields(config):
         value, hint = getattr(config, field.name), hints[field.name]

@@ -20,7 +20,7 @@ NO_BREAK = "\N{NO-BREAK SPACE}"
 HELP_COLUMNS = 65
 """tyro's narrowest column of flags, on a terminal that is at least so wide."""
 FLAG_COLUMNS = 31
-"""Columns in which tyro prints no help text: its frame, and at most 24 characters of a flag."""
+"""Columns without help text in tyro's output: its frame, and at most 24 characters of a flag."""
 
 
 def wrap_prose(text: str) -> str:

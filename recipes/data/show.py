@@ -41,9 +41,9 @@ from redraft.recipes.data.show_config import ShowConfig
 
 VOCABULARY_SIZES = (4096, 8192, 16384, 32768, 65536)
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
-# Kinds of turns, roughly from rare to common.
+# Turn kinds, roughly from rare to common.
 KINDS = ("cut", "tools", "reasoning", "plain", "text")
-# Maximum number of samples searched for a kind of turn, because the template may reject them all.
+# Maximum number of samples to search per turn kind, because the template may reject them all.
 MAX_TRIED = 100
 # A stretch of up to this many tokens, labelled or not, is shown in full even in a long text.
 MIN_RUN = 40
@@ -201,7 +201,7 @@ def describe_training(
 
 
 def describe_template(stats: SampleStats, tokenizer: Any) -> Iterator[str]:
-    """Describe how turns end, and the template arguments with which a server starts them."""
+    """Describe how turns end, and the template arguments that a server starts them with."""
     if not stats.ends:
         return
     ends = [

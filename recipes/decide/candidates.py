@@ -60,7 +60,7 @@ class Making:
     answers: str | None
     """The target's answers. None if no draft is trained or counted."""
     prompts: Path
-    """Conversations of the first rounds, on which training runs make their forecasts."""
+    """Conversations of the first rounds. Training runs use them for their forecasts."""
     made: set[Path] = field(default_factory=set)
     """Folders created by this process, so that each draft is trained only once."""
 

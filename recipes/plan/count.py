@@ -149,7 +149,7 @@ class Result:
 
 @functools.lru_cache(maxsize=2)
 def count(cfg: PlanConfig) -> Result:
-    """Count the step's operations and bytes, and derive the memory of every kind of device."""
+    """Count the step's operations and bytes, and derive the memory for every kind of device."""
     plan = make_plan(cfg)
     step = count_step(plan)
     served = None if plan.signal == "model" else count_target(plan)

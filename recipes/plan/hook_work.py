@@ -170,7 +170,7 @@ def open_capture() -> Iterator[Capture]:
 
 
 def make_step(feed: Feed, num_requests: int, num_drafts: int, logits_RV: Tensor) -> EngineStep:
-    """Create a step in which every request verifies `num_drafts` tokens."""
+    """Create a step that verifies `num_drafts` tokens for every request."""
     sampling = Sampling(temperature=0.0)
     info = RequestInfo(
         request_id="r", prompt_ids=[1], sampling=sampling, max_tokens=64, stop_ids=frozenset()

@@ -41,7 +41,7 @@ class PlanConfig:
     checkpoint: str = "llama-3.2-3b"
     """Standalone draft whose sizes are used (--draft.checkpoint), named as for --target."""
     optim: Literal["adamw", "muon"] | None = None
-    """Optimizer of the draft. Default: as in the family's command."""
+    """The draft's optimizer. Default: the one in the family's command."""
     target_dtype: TargetDtype = "bfloat16"
     """Dtype of the target's weights and hidden states."""
     signal: SignalKind = "model"
@@ -49,9 +49,9 @@ class PlanConfig:
     for states that are written to disk before training.
     """
     batch_size: int | None = None
-    """Rows per step on each device. Default: as in the family's command."""
+    """Rows per step on each device. Default: the number in the family's command."""
     sequence_length: int | None = None
-    """Tokens per row. Default: as in the family's command."""
+    """Tokens per row. Default: the number in the family's command."""
     exact: bool = False
     """For a standalone draft with --signal endpoint or cache: use hidden states, which give the
     exact distribution, instead of top-k probabilities.
@@ -59,8 +59,8 @@ class PlanConfig:
     documents: int = 2
     """Conversations packed into each row. Attention stays within a conversation."""
     num_steps: int | None = None
-    """Number of draft tokens trained at once: steps, heads, stages or block slots. Default: as in
-    the family's command.
+    """Number of draft tokens trained at once: steps, heads, stages or block slots. Default: the
+    number in the family's command.
     """
     draft_vocab_size: int | None = None
     """Size of the draft's vocabulary, for families that can reduce it; 0 keeps the target's whole

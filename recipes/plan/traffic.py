@@ -1,4 +1,4 @@
-"""Create records like those of a server under load, without a server.
+"""Create records as a server under load would, without a server.
 
 The capacity page and the ingest benchmark use such records.
 

@@ -205,7 +205,7 @@ def make_plan(cfg: UpConfig) -> Plan:
 
 
 def choose_host(given: str) -> str:
-    """Return the URL host at which this machine reaches a server started with this --host."""
+    """Return the URL host for this machine's requests to a server started with this --host."""
     if given in ("", "0.0.0.0", "localhost"):
         return "127.0.0.1"
     if given == "::":

@@ -26,7 +26,7 @@ ALIASES = {
 }  # fmt: skip
 
 Beside = Literal["redraft", "model", "head", "lookup", "records", "up"]
-"""The part of redraft with which a flag conflicts. `redraft` means any server that redraft starts.
+"""The part of redraft that a flag conflicts with. `redraft` means any server that redraft starts.
 Heads and standalone drafts are models too.
 """
 
