@@ -13,14 +13,14 @@ import numpy as np
 from redraft.engine.live_file import LiveFile
 from redraft.heads.families.retrieval import Live, Text
 
-# Minimum acceptance of the first token at which a head pays off. A pass of the head and a row to
+# A head pays off from this acceptance of the first token. A pass of the head and a row to
 # verify take about a fifth of a step.
 LEAST_HEAD = 0.2
 # If the head's acceptance is below LEAST_HEAD, or a lookup drafts, one in this many drafts still
 # comes from the head, to measure it.
 TRIED = 32
-FIRST = 64  # number of drafts of a new head before its acceptance is used
-REMEMBERED = 256  # number of drafts after which both sums are halved
+FIRST = 64  # number of a new head's drafts before its acceptance is used
+REMEMBERED = 256  # both sums are halved after this many drafts
 COUNTED_AT_ONCE = 48  # number of counting operations per engine step
 MOST_WAITING = 64  # maximum number of answers that wait to be counted; any others are not counted
 # Number of last tokens counted in a text, because each token is looked up in all earlier ones.
@@ -51,7 +51,7 @@ class AnswerCounter:
         self._waiting = deque[tuple[bytes, Iterator[None]]]()
 
     def owner(self, name: str, request: Any) -> bytes | None:
-        """The owner of the text from which a request is drafted, and of the request's answer."""
+        """The owner of a request's answer, and of the text that its drafts come from."""
         if name not in self._owners:
             self._owners[name] = None
             with self._surviving():

@@ -61,7 +61,7 @@ def find_counts(metrics: str) -> AcceptanceCounts | None:
     prefix = OF_LLAMA_CPP if f"\n{OF_LLAMA_CPP}" in metrics else SPEC_DECODE
     sums, per_position = _add_up(metrics, prefix), defaultdict[int, float](float)
     for sample in read_samples(metrics, f"{prefix}{ACCEPTED_PER_POSITION}"):
-        # Labels are text, in which "10" sorts before "2".
+        # Labels are text, so "10" sorts before "2".
         per_position[int(sample.labels["position"])] += sample.value
     # When vLLM starts with a draft, it registers these with value 0, so they are missing only
     # without a draft.

@@ -71,7 +71,7 @@ PROPOSE = tuple(
         "ngram.speculator:NgramGPUSpeculator",
     )
 )
-"""The methods with which the V2 runner requests tokens from its drafters."""
+"""The methods that the V2 runner calls to request tokens from its drafters."""
 
 
 @dataclass(frozen=True, kw_only=True)
