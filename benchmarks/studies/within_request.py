@@ -108,7 +108,7 @@ class Config:
     rates: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
     """Rates to choose from, for each rule."""
     bin_tokens: int = 500
-    """Number of tokens per range of positions in the table."""
+    """Number of tokens in each of the table's position ranges."""
     ngram: Ngram = field(default_factory=Ngram)
     threads: int = 2
     output: Path = Path("outputs/within-request")
