@@ -39,7 +39,7 @@ from redraft.online.engine.trainer_files import describe_target, require_whole
 logger = logging.getLogger("vllm.redraft")
 
 PIECE_BYTES = 32 << 20
-"""Maximum number of bytes of a weight to read at once."""
+"""Maximum number of bytes to read from a weight at once."""
 
 LOOK_S = 1.0
 """Minimum time in seconds between two checks of the weights while the engine computes. Checks do
