@@ -63,8 +63,8 @@ class EvalConfig(MeasureConfig):
     --no-engine, drafts are only forecast.
     """
     concurrency: int = 4
-    """Number of concurrent requests in the engine. Use 1 to compare with the forecast of a draft of
-    counted answers, because it proposes fewer tokens under load.
+    """Number of concurrent requests in the engine. Use 1 to compare with the forecast for counted
+    answers, because this draft proposes fewer tokens under load.
     """
     baseline: Path | None = None
     """An earlier report.json for the same target. Any loss of acceptance is listed, and the exit
