@@ -75,8 +75,8 @@ class PromptForecast:
     num_rows: int
     counts: AcceptanceCounts
     by_context: Mapping[int, AcceptanceCounts] = field(default_factory=dict)
-    """The counts by context length (`split_by_context`). Every step counts as a draft, even one in
-    which an engine that stops at the maximum length has nothing to draft.
+    """The counts by context length (`split_by_context`). Every step counts as a draft, even if an
+    engine that stops at the maximum length has nothing to draft.
     """
 
 

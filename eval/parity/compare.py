@@ -161,7 +161,7 @@ def _rows_apart(
 
 
 def _token_differences(trained: Trained, block: Block, dtype: str) -> Iterator[tuple[str, str]]:
-    """Yield drafted tokens that differ from those that training would propose, except for ties."""
+    """Yield drafted tokens that differ from training's proposals, except for ties."""
     tie = TIE_LOGIT_GAP if dtype == "float32" else TIE_LOGIT_GAP_HALF
     for k, (logits_W, token) in enumerate(zip(trained.logits, block.drafted, strict=True)):
         best = int(logits_W.argmax())
