@@ -481,7 +481,7 @@ async def answer_all(
 def find_rate(answers: Sequence[Answer]) -> float:
     """Return the output tokens/s of all answers together.
 
-    The rate covers only the time while every client has a request in progress.
+    The rate covers only the time when every client has a request in progress.
     """
     full_s, num_tokens = find_full_load(
         [list(zip(a.times_s, a.counts, strict=True)) for a in answers]
