@@ -62,7 +62,7 @@ def choose_recipe(args: Sequence[str], prog: str) -> tuple[Recipe, Sequence[str]
         main=functools.partial(main, family, old),
         config_type=HeadConfig if family.is_head else StandaloneConfig,
         default=_defaults(family, old),
-        description=f"Adapt {old}, a {family.title} draft, to another version of the target.",
+        description=f"Adapt {old} ({family.title}) to another version of the target.",
         common=COMMON,
         prog=f"{prog} {old}",
     )

@@ -71,7 +71,7 @@ def choose_recipe(args: Sequence[str], prog: str) -> tuple[Recipe, Sequence[str]
         main=functools.partial(main, family),
         config_type=HeadConfig if family.is_head else StandaloneConfig,
         default=make_config(family),
-        description=f"Train a {family.title} draft, prove it in a real vLLM, and report.",
+        description=f"Train a draft ({family.title}), prove it in a real vLLM, and report.",
         common=COMMON,
         prog=f"{prog} {name}",
     )

@@ -73,7 +73,8 @@ def _lasting(config: dict[str, Any]) -> dict[str, Any]:
         kept["loop"] = {**kept["loop"], "compile": None}
         if kept["loop"].get("stop_by") == "acceptance":
             # Evaluations in one run are compared, so all use the same number of draft tokens.
-            kept["num_speculative_tokens"] = config["prove"]["num_speculative_tokens"]
+            number = config["prove"]["num_speculative_tokens"]
+            kept["prove"] = {"num_speculative_tokens": number}
     return kept
 
 
@@ -213,8 +214,9 @@ class RunFolder:
                         part for part in {**was, **is_now} if was.get(part) != is_now.get(part)
                     )
                     key, was, is_now = f"{key}.{part}", was.get(part), is_now.get(part)
+                flag = f"--{key.replace('_', '-')}"
                 raise ValueError(
-                    f"{self.folder} contains a different run: {key} was {was!r}, but is now {is_now!r}; "
+                    f"{self.folder} contains a different run: {flag} was {was!r}, but is now {is_now!r}; "
                     f"{self._way_out()}"
                 )
         self._describe()

@@ -37,6 +37,11 @@ from redraft.files.setting_error import SettingError
 from redraft.files.settings import read_field_docs
 from redraft.recipes.cli.wrapping import hold_commands
 
+UNREADABLE = re.compile(r"Error parsing (\S+): (.*?('[^']*').*)")
+"""tyro's message about a value of the wrong type: flag, reason, value."""
+WANTED = re.compile(r"no type matching (?:\{None\}\|)?(\S+)|.*?\b(int|float)\b")
+"""The type in such a reason. `None` is a default, and nobody types it."""
+
 
 class RefusedConfigError(Exception):
     """The dataclass `owner` refused its values for `reason`.
@@ -171,10 +176,13 @@ def refuse_repeated(args: Sequence[str], flags: Sequence[Flag]) -> None:
     given = Counter(
         word.partition("=")[0].replace("_", "-") for word in args if word.startswith("--")
     )
+    for flag in flags:  # --no-FLAG is the same flag
+        for form in flag.forms[1:]:
+            given[flag.name] += given.pop(form, 0)
     repeatable = {flag.name for flag in flags if flag.is_repeatable}
-    twice = (flag for flag, count in given.items() if count > 1 and flag not in repeatable)
-    if flag := next(twice, None):
-        raise ValueError(f"{flag} is given {given[flag]} times: give it once")
+    twice = (name for name, count in given.items() if count > 1 and name not in repeatable)
+    if name := next(twice, None):
+        raise ValueError(f"{name} is given {given[name]} times: give it once")
 
 
 def list_flags(config: Any, prefix: str = "--") -> Iterator[Flag]:
@@ -248,7 +256,13 @@ def describe_refusal(box: str) -> str:
         depth = min(len(line) - len(line.lstrip()) for line in lines[1:])
         names = [line.strip() for line in lines[1:] if not line[depth:].startswith(" ")]
         return f"missing: {', '.join(names)}"
-    return " ".join(" ".join(lines).split()).rstrip(".") or title.strip()
+    reason = " ".join(" ".join(lines).split()).rstrip(".") or title.strip()
+    if found := UNREADABLE.match(reason):
+        flag, why, given = found.groups()
+        wanted = WANTED.match(why)
+        give = f": give {(wanted[1] or wanted[2]).upper()}" if wanted else ""
+        return f"{flag} cannot be {given}{give}"
+    return reason
 
 
 def make_unchecked(config_type: type[Any]) -> Any:

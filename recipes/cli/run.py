@@ -448,7 +448,7 @@ def _take_value(args: list[str], flag: str) -> str | None:
         if argument.startswith(f"{flag}="):
             return args.pop(index).removeprefix(f"{flag}=")
         if argument == flag:
-            if index + 1 == len(args):
+            if index + 1 == len(args) or args[index + 1].startswith("--"):
                 raise ValueError(f"{flag} needs a value")
             del args[index]
             return args.pop(index)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Literal
 
 from redraft.engine.machine import diagnose, gather, list_facts
 from redraft.engine.target_dtype import TargetDtype
-from redraft.files.folder import fetch_model
+from redraft.files.folder import fetch_model, read_config
 from redraft.heads.catalog import Method
 from redraft.heads.doctor.described import describe_draft, describe_lookup
 from redraft.heads.doctor.pair import Finding
@@ -157,7 +157,9 @@ def check_lookup(source: str, target: str | None) -> tuple[dict[str, str], list[
     else:
         facts, found = describe_draft(fetch_model(draft.source))
     if target is not None:
-        facts = {"target": str(TargetFolder.open(target).folder), **facts}
+        folder = TargetFolder.open(target).folder
+        read_config(folder)  # raises if it is no model
+        facts = {"target": str(folder), **facts}
     return facts, found
 
 

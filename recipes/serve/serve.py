@@ -282,9 +282,10 @@ def _refuse_idle(cfg: ServeConfig, draft: DraftSource) -> None:
             f"--verify-cost applies only to counted answers (`redraft data count`), not to {draft}"
         )
     if cfg.head_requests is not None and draft.lookup is None:
+        head = "HEAD" if draft.is_lookup else draft.source
         raise ValueError(
-            f"--head-requests applies only to a head after a lookup: set --draft ngram+{draft.source}, "
-            f"live+{draft.source} or ANSWERS+{draft.source}"
+            f"--head-requests applies only to a head after a lookup: set --draft ngram+{head}, "
+            f"live+{head} or ANSWERS+{head}"
         )
 
 

@@ -305,8 +305,8 @@ def require_agreement(
     """Raise ValueError for vLLM arguments that do not work with these parts of redraft."""
     if arguments and not arguments[0].startswith("-"):
         raise ValueError(
-            f"{arguments[0]} after the -- is not a vLLM flag: the target is the first argument "
-            "of redraft"
+            f"{arguments[0]} is not a flag for vLLM: the target is redraft's first argument, and "
+            "vLLM's flags come after --"
         )
     for clash in _find_clashes(flags, parts):
         if not clash.only_warns:

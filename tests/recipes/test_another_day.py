@@ -170,7 +170,7 @@ def test_a_date_given_to_a_resumed_run_is_that_of_the_run_or_refused(
         start(folder, first)
         set_day(monkeypatch, SECOND)
         assert start(folder, then) == FIRST
-        with pytest.raises(ValueError, match=rf"data\.date was '{FIRST}', but is now '{SECOND}'"):
+        with pytest.raises(ValueError, match=rf"--data\.date was '{FIRST}', but is now '{SECOND}'"):
             start(folder, str(SECOND))
 
 

@@ -520,11 +520,19 @@ def test_a_wrong_flag_is_one_line_with_the_closest_and_the_help_that_lists_it(
     [
         ("data count --data a.jsonl", "missing: --target TARGET; `redraft data count --help`"),
         ("data --target t", "missing: SOURCE; `redraft data show --help`"),
-        ("plan --devices many", "Error parsing --devices: .*'many'; `redraft plan train --help`"),
+        (
+            "plan --devices many",
+            "--devices cannot be 'many': give INT; `redraft plan train --help`",
+        ),
         ("plan --devices", "Missing value for argument '--devices'.*`redraft plan train --help`"),
         ("plan --signal all", "invalid choice 'all' .*'endpoint'.*`redraft plan train --help`"),
         ("plan more", "Unrecognized options: more; `redraft plan train --help`"),
         ("doctor -x", "Unrecognized options: -x; `redraft doctor --help`"),
+        ("eval --max-loss x", "--max-loss cannot be 'x': give FLOAT; `redraft eval --help`"),
+        (
+            "train eagle3 --optim.max-grad-norm x",
+            "--optim.max-grad-norm cannot be 'x': give FLOAT; `redraft train eagle3 --help-all`",
+        ),
     ],
 )
 @pytest.mark.parametrize("columns", ["40", "200"])
@@ -609,8 +617,15 @@ def test_a_flag_given_twice_is_refused_unless_it_takes_more(capsys):
     flags = ["--target", "t", "--data.source", "a.jsonl", "--data.source=b.jsonl"]
     assert dispatch(["train", "eagle3", *flags]) == 2
     assert dispatch(["data", "a.jsonl", "--sample_tokens", "1", "--sample-tokens", "2"]) == 2
-    first, second = capsys.readouterr().err.splitlines()
+    assert dispatch(["train", "eagle3", *flags[:2], "--overwrite", "--no-overwrite"]) == 2
+    first, second, third = capsys.readouterr().err.splitlines()
     assert ("--data.source" in first, "--sample-tokens" in second) == (True, True)
+    assert "--overwrite is given 2 times" in third
+
+
+def test_a_flag_is_no_value_of_the_one_before_it(capsys):
+    assert dispatch(["train", "eagle3", "--config", "--target", "t"]) == 2
+    assert "--config needs a value" in capsys.readouterr().err
 
 
 def disk_full() -> None:

@@ -81,7 +81,7 @@ def test_a_run_judged_by_acceptance_is_resumed_with_the_same_number_of_draft_tok
     for folder, stop_by in (("by-steps", "steps"), ("by-acceptance", "acceptance")):
         resume(folder, 6, stop_by)
     resume("by-steps", 2, "steps")
-    with pytest.raises(ValueError, match=r"\bnum_speculative_tokens\b.*\b6\b.*\b2\b"):
+    with pytest.raises(ValueError, match=r"--prove\.num-speculative-tokens\b.*\b6\b.*\b2\b"):
         resume("by-acceptance", 2, "acceptance")
 
 

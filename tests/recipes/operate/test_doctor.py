@@ -277,6 +277,7 @@ def test_problems_keep_the_engine_from_being_started(random_target, tmp_path, ca
         ({"target": "{target}", "draft": "{tmp}/nowhere"}, "there is no model folder"),
         ({"target": "{target}", "draft": "ngram+{tmp}/nowhere:2"}, "there is no model folder"),
         ({"target": "{target}", "draft": "ngram", "engine": "sglang"}, "ngram is a lookup"),
+        ({"target": "{tmp}/nowhere", "draft": "ngram"}, "there is no model folder"),
         ({"target": "{tmp}/nowhere", "draft": "{draft}"}, "there is no model folder"),
     ],
 )

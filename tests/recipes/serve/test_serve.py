@@ -345,6 +345,7 @@ def test_a_draft_without_a_folder_is_served_by_its_name(draft):
         ("HEAD", ("--verify-cost", "0.1"), "--verify-cost"),
         ("ngram+HEAD", ("--verify-cost", "0.1"), "--verify-cost"),
         ("HEAD", ("--head-requests", "2"), "--head-requests"),
+        ("ngram", ("--head-requests", "2"), r"ngram\+HEAD, live\+HEAD or"),
         ("ngram+HEAD", ("--head-requests", "-1"), r"--head-requests\b.* -1\b"),
         ("ANSWERS", ("--head-requests", "2"), "--head-requests"),
         ("ANSWERS", ("--method", "eagle3"), "--method"),
