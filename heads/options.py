@@ -12,8 +12,19 @@ from redraft.files.setting_error import SettingError
 from redraft.files.windows import View, make_views
 
 
+class Options:
+    """The options of one family."""
+
+    def __post_init__(self) -> None:
+        """Raise SettingError for a number that is too small: all of them are sizes or weights."""
+        for name, value in vars(self).items():
+            least = 1 if type(value) is int and not name.endswith("_id") else 0
+            if isinstance(value, int | float) and not value >= least:
+                raise SettingError(f"{{{name}}} is {value}: it must be at least {least}")
+
+
 @dataclass(frozen=True, kw_only=True)
-class LayerSizes:
+class LayerSizes(Options):
     """The sizes of a head's layers.
 
     The defaults are the sizes of the target's layers, or the usual sizes if the target's layers
@@ -35,7 +46,7 @@ class LayerSizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Windows:
+class Windows(Options):
     """How far back the layers of a head attend."""
 
     num_layers: int = 1
@@ -64,7 +75,7 @@ class Windows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unrolled:
+class Unrolled(Options):
     """A head that drafts step by step, each step using the output of the previous one."""
 
     num_steps: int = 1
@@ -122,6 +133,7 @@ class Eagle3(Unrolled, LayerMix):
     """Number of draft steps trained at once. Each reads the features of the previous step."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.require_reach(self.num_steps)
 
 
@@ -154,6 +166,9 @@ class DFlash(Windows, LayerSizes):
     """
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gamma == 0:
+            raise SettingError("{gamma} must be above 0")
         if self.num_tokens < 1:
             least = self.first_slot + 1
             raise SettingError(
@@ -235,10 +250,10 @@ class PEagle(LayerMix):
     """Add the first layer's output to the normed feature instead of the feature itself."""
 
     def __post_init__(self) -> None:
-        if self.num_layers < 1 or self.num_steps < 2:
+        super().__post_init__()
+        if self.num_steps < 2:
             raise SettingError(
-                "{num_layers} must be at least 1, and {num_steps} at least 2; for one draft token, "
-                "train an EAGLE-3 head"
+                "{num_steps} must be at least 2; for one draft token, train an EAGLE-3 head"
             )
         if not (0 < self.keep_ratio <= 1 and 0 <= self.min_share <= 1):
             raise SettingError(
@@ -258,7 +273,7 @@ class PEagle(LayerMix):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Medusa:
+class Medusa(Options):
     num_heads: int = 3
     """Number of heads, the maximum number of draft tokens per step. An engine may serve fewer, but
     never more.
@@ -287,7 +302,7 @@ class Mtp(Unrolled):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standalone:
+class Standalone(Options):
     """The weights that a standalone draft starts from.
 
     `layers` or `num_layers`, if given, replaces `checkpoint`.
@@ -305,6 +320,7 @@ class Standalone:
     """Hidden size of the new Llama created with --draft.num-layers."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.layers and self.num_layers:
             raise SettingError(
                 "a draft starts either from layers of the target ({layers}) or from new layers "

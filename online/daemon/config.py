@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from redraft.files.setting_error import SettingError
 from redraft.files.settings import read_toml
 from redraft.online.fleet.discovery import FleetConfig
 from redraft.online.fleet.rollout import RolloutPolicy
@@ -63,8 +64,8 @@ class LearnerConfig:
 
     def __post_init__(self) -> None:
         if bool(self.ingest) == bool(self.spool):
-            raise ValueError(
-                "no source of records: set either spool (a folder) or ingest (nats://...)"
+            raise SettingError(
+                "no source of records: set either {spool} (a folder) or {ingest} (nats://...)"
             )
         if self.ingest:
             parse_addresses(self.ingest)

@@ -139,10 +139,7 @@ def read_config(environment: Mapping[str, str] = os.environ) -> PluginConfig:
         FileNotFoundError: the token file, the registry or a folder in `targets` does not exist.
     """
     values = read_settings(environment)
-    try:
-        require_known(values, Settings, "")
-    except ValueError as error:
-        raise ValueError(f"{VARIABLE}: {error}") from error
+    require_known(values, Settings, f"{VARIABLE}: ")
     config: PluginConfig = convert(values, PluginConfig, VARIABLE, Path)
     if config.registry is not None and not config.registry.is_dir():
         raise FileNotFoundError(f"registry {config.registry} is not a folder: create it")

@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
+from redraft.files.setting_error import SettingError
 from redraft.online.fleet.server import FleetServer, make_client, require_address
 from redraft.online.tokens import find_token, read_token
 
@@ -58,8 +59,8 @@ class FleetConfig:
         for server in self.servers:
             require_address(server)
         if self.name and not _has_port(self.name):
-            raise ValueError(
-                f"fleet.name is {self.name!r}: it must be like http://vllm.default.svc:8000"
+            raise SettingError(
+                f"{{name}} is {self.name!r}: it must be like http://vllm.default.svc:8000"
             )
 
     def token(self) -> str:

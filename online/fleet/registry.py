@@ -116,6 +116,19 @@ class Registry:
         self.mended: list[str] = []
         """One message for each damaged file that the owner found and repaired."""
 
+    @classmethod
+    def open(cls, folder: Path) -> "Registry":
+        """Open a registry that exists.
+
+        Raises:
+            FileNotFoundError: if there is no such folder.
+        """
+        if not folder.is_dir():
+            raise FileNotFoundError(
+                f"there is no registry {folder}: the learner creates it when it first starts"
+            )
+        return cls(folder)
+
     @contextmanager
     def owned(self) -> Iterator[None]:
         """Own the draft while the block runs.
@@ -302,13 +315,14 @@ class Registry:
         """
         if to and to not in self.promoted():
             raise FileNotFoundError(
-                f"{to} was not current before {self.current()}: choose from "
-                f"{', '.join(self.promoted())}"
+                f"{to} was not current before {self.current() or 'now'}: choose from "
+                f"{', '.join(self.promoted()) or 'none'}"
             )
         previous = to or self.previous()
         if not previous:
             raise FileNotFoundError(
-                f"{self.folder} has no version before {self.current()} to roll back to"
+                f"{self.folder} has no version before {self.current() or 'its first promotion'} to "
+                "roll back to"
             )
         artifact.verify(self.path(previous))
         kept = self.promoted()

@@ -62,6 +62,7 @@ from redraft.eval.intervals import (
     subtract_independent,
     sum_weighted,
 )
+from redraft.files.setting_error import SettingError
 from redraft.online.fleet.server import (
     ALARM_DRAFTS,
     AT_LOAD,
@@ -136,11 +137,13 @@ class RolloutPolicy:
             or self.waves[-1] != 1.0
             or self.waves[0] <= 0
         ):
-            raise ValueError(f"waves must increase, start above 0 and end at 1.0, got {self.waves}")
+            raise SettingError(
+                f"{{waves}} must increase, start above 0 and end at 1.0, got {self.waves}"
+            )
         if not 0.5 < self.confidence < 1 or self.max_loss <= 0:
-            raise ValueError(
-                f"confidence must be between 0.5 and 1 and max_loss above 0, got {self.confidence} "
-                f"and {self.max_loss}"
+            raise SettingError(
+                "{confidence} must be between 0.5 and 1 and {max_loss} above 0, got "
+                f"{self.confidence} and {self.max_loss}"
             )
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from redraft.files.setting_error import SettingError
+
 
 @dataclass(frozen=True, kw_only=True)
 class DraftConfig:
@@ -95,15 +97,15 @@ class Training:
             "warmup_steps",
         ):
             if getattr(self, name) < 1:
-                raise ValueError(f"training.{name} is {getattr(self, name)}: it must be at least 1")
+                raise SettingError(f"{{{name}}} is {getattr(self, name)}: it must be at least 1")
         if self.max_lag_records < self.fresh_per_step:
-            raise ValueError(
-                f"training.max_lag_records is {self.max_lag_records}: it must be at least "
-                f"training.fresh_per_step, {self.fresh_per_step}"
+            raise SettingError(
+                f"{{max_lag_records}} is {self.max_lag_records}: it must be at least "
+                f"{{fresh_per_step}}, {self.fresh_per_step}"
             )
         if not (self.lr > 0 and self.max_grad_norm > 0):
-            raise ValueError(
-                f"training.lr is {self.lr} and max_grad_norm is {self.max_grad_norm}: "
+            raise SettingError(
+                f"{{lr}} is {self.lr} and {{max_grad_norm}} is {self.max_grad_norm}: "
                 "both must be above 0"
             )
 
@@ -161,14 +163,14 @@ class BufferConfig:
 
     def __post_init__(self) -> None:
         if not 0 < self.tenant_share <= 1:
-            raise ValueError(
-                f"tenant_share is {self.tenant_share}: it must be above 0 and at most 1"
+            raise SettingError(
+                f"{{tenant_share}} is {self.tenant_share}: it must be above 0 and at most 1"
             )
         if min(self.max_bytes, self.max_age_s, self.max_read_bytes) <= 0:
-            raise ValueError("max_bytes, max_age_s and max_read_bytes must be above 0")
+            raise SettingError("{max_bytes}, {max_age_s} and {max_read_bytes} must be above 0")
         if not 0 <= self.held_out_fraction < 1:
-            raise ValueError(
-                f"held_out_fraction is {self.held_out_fraction}: it must be at least 0 and below 1"
+            raise SettingError(
+                f"{{held_out_fraction}} is {self.held_out_fraction}: it must be at least 0 and below 1"
             )
 
 

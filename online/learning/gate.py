@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 
 from redraft.engine.counts import AcceptanceCounts, name_context
 from redraft.eval.intervals import estimate_gain
+from redraft.files.setting_error import SettingError
 from redraft.online.learning.evidence import OTHER
 
 Array = NDArray[np.float64]
@@ -80,10 +81,10 @@ class Policy:
 
     def __post_init__(self) -> None:
         if not 0.5 < self.confidence < 1:
-            raise ValueError(f"confidence must be between 0.5 and 1, got {self.confidence}")
+            raise SettingError(f"{{confidence}} must be between 0.5 and 1, got {self.confidence}")
         if self.min_domain_requests < 2 or self.min_requests < 2:
-            raise ValueError(
-                "min_requests and min_domain_requests must be at least 2: a single request has no spread"
+            raise SettingError(
+                "{min_requests} and {min_domain_requests} must be at least 2: a single request has no spread"
             )
 
 

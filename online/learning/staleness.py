@@ -27,6 +27,7 @@ from redraft.eval.intervals import (
     subtract_independent,
     sum_weighted,
 )
+from redraft.files.setting_error import SettingError
 from redraft.online.learning.gate import Policy
 
 Row = tuple[str, float, float]  # Domain, drafts and accepted draft tokens of one held-out request.
@@ -60,8 +61,8 @@ class SleepPolicy:
 
     def __post_init__(self) -> None:
         if not 0.5 < self.confidence < 1 or self.longest < 1:
-            raise ValueError(
-                "confidence must be between 0.5 and 1, and longest must be at least 1, got "
+            raise SettingError(
+                "{confidence} must be between 0.5 and 1, and {longest} must be at least 1, got "
                 f"{self.confidence} and {self.longest}"
             )
 

@@ -23,4 +23,4 @@ class Page:
     """
 
     def __post_init__(self) -> None:
-        require_port("page.port", self.port)
+        require_port("port", self.port)

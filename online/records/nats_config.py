@@ -45,7 +45,7 @@ class Nats:
         for name in ("credentials", "ca", "certificate"):
             path = getattr(self, name)
             if path is not None and not path.is_file():
-                raise FileNotFoundError(f"nats.{name}: there is no file {path}")
+                raise SettingError(f"{{nats.{name}}}: there is no file {path}")
         if self.credentials is not None:
             require_private(self.credentials)
 
@@ -79,8 +79,8 @@ class StreamLimits:
 
     def __post_init__(self) -> None:
         if self.max_bytes <= 0 or self.max_age_s <= 0 or self.replicas < 1:
-            raise ValueError(
-                "stream.max_bytes, stream.max_age_s and stream.replicas must all be above 0"
+            raise SettingError(
+                "{stream.max_bytes}, {stream.max_age_s} and {stream.replicas} must all be above 0"
             )
 
 
@@ -104,7 +104,9 @@ def parse_addresses(ingest: str) -> list[str]:
             shown = (
                 f"{parts.scheme}://{parts.hostname}" if parts.hostname else address
             )  # without a password
-            raise ValueError(f"ingest is {shown!r}: it must be nats://HOST:4222 or tls://HOST:4222")
+            raise SettingError(
+                f"{{ingest}} is {shown!r}: it must be nats://HOST:4222 or tls://HOST:4222"
+            )
     return found
 
 

@@ -89,7 +89,7 @@ def outlive_readers() -> None:
 
 def dispatch(args: Sequence[str]) -> int:
     """Run `redraft ARGS` and return its exit status: 0, or 2 for an error that the user can fix."""
-    if not args or args[0] in ("-h", "--help"):
+    if not args or args[0] in ("-h", "--help", "--help-all"):
         print(format_help())
         return 0
     if args[0] == "--version":
@@ -426,7 +426,9 @@ def _choose_part(
     if first in ("-h", "--help", "--help-all"):
         print(format_parts(name, command))
         raise SystemExit(0)
-    if not command.default:
+    # The default part may take a file of such a name.
+    is_misspelt = not Path(first).exists() and difflib.get_close_matches(first, command.parts)
+    if is_misspelt or not command.default:
         raise ValueError(f"redraft {name} has no part {first!r}{_choices(first, command.parts)}")
     return f"{name} {command.default}", command.parts[command.default].module, args
 

@@ -35,7 +35,11 @@ def main(cfg: KeysConfig) -> None:
     """
     import nkeys  # optional dependency
 
-    make_private(cfg.folder)
+    for name in ("servers.nk", "learner.nk", "users.conf"):
+        if (cfg.folder / name).exists():
+            raise FileExistsError(f"{cfg.folder / name} exists: keys are never replaced")
+    if not cfg.folder.exists():  # an existing folder keeps its mode, and the keys have their own
+        make_private(cfg.folder)
     lines = []
     for user in ("servers", "learner"):
         seed = nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER)

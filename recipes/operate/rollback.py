@@ -39,10 +39,10 @@ async def roll_back(cfg: LearnerConfig, to: str = "") -> str:
     """Roll the fleet back. Return the version that it then serves.
 
     Raises:
-        FileNotFoundError: the version does not exist, or `to` was never current.
+        FileNotFoundError: there is no registry or no such version, or `to` was never current.
         ConnectionError: some servers do not serve the version.
     """
-    registry = Registry(cfg.registry)
+    registry = Registry.open(cfg.registry)
     previous = registry.previous()
     try:
         back = await control.ask(cfg.folder, control.WentBack, do="rollback", to=to)

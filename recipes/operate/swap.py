@@ -49,14 +49,14 @@ async def roll_out(cfg: LearnerConfig, version: str) -> Outcome:
     """Roll out a version, through the learner if it is running. Return the outcome.
 
     Raises:
-        FileNotFoundError: the version does not exist, or there is no current version.
+        FileNotFoundError: there is no registry, no such version, or no current version.
         AlreadyOwnedError: the learner is running but does not answer.
     """
     try:
         return await control.ask(cfg.folder, Outcome, do="swap", version=version)
     except control.NoLearnerError:
         pass
-    registry = Registry(cfg.registry)
+    registry = Registry.open(cfg.registry)
     # A misspelt version is refused before the lock is taken and any server is changed.
     registry.path(version)
     with registry.owned():

@@ -35,11 +35,7 @@ def main(cfg: VersionsConfig) -> None:
         )
     learner = load_config(cfg.config) if cfg.config else None
     folder = cfg.registry or (learner.registry if learner else Path())
-    if not folder.is_dir():
-        raise FileNotFoundError(
-            f"there is no registry {folder}: the learner creates it when it first starts"
-        )
-    print(*version_lines(Registry(folder)), sep="\n")
+    print(*version_lines(Registry.open(folder)), sep="\n")
     if learner is not None:
         print("", *asyncio.run(live_lines(learner)), sep="\n")
 

@@ -122,7 +122,9 @@ def looks_up(draft: DraftSource) -> bool:
 
 
 def require_target(target: str) -> None:
-    """Raise FileNotFoundError unless the target is a folder, a hub name or a storage URL."""
+    """Raise an error unless the target is a folder, a hub name, a storage URL or a GGUF file."""
+    if Path(target).is_file() and not target.endswith(".gguf"):
+        raise NotADirectoryError(f"{target} is a file: the target is a model folder or a hub name")
     if "://" not in target and not is_hub_name(target) and not Path(target).exists():
         raise FileNotFoundError(
             f"there is no model folder {target}, and it is not a hub name (owner/name) either"

@@ -48,8 +48,8 @@ class TapCommandConfig(TapConfig, FrontConfig):
         # check.
         TapConfig.__post_init__(self)
         FrontConfig.__post_init__(self)
-        require_port("--port", self.port)
-        require_port("--admin-port", self.admin_port)
+        require_port("port", self.port)
+        require_port("admin_port", self.admin_port)
 
 
 def main(cfg: TapCommandConfig) -> None:

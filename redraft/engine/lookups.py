@@ -62,7 +62,7 @@ def read_live(environment: Mapping[str, str] = os.environ) -> LiveConfig:
         ValueError: a setting is unknown or invalid.
     """
     values = read_settings(environment).get(LIVE, {})
-    require_known(values, LiveConfig, LIVE)
+    require_known(values, LiveConfig, f"{LIVE}: ")
     config: LiveConfig = convert(values, LiveConfig, LIVE, Path)
     return config
 

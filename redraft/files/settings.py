@@ -17,15 +17,18 @@ import functools
 import inspect
 import itertools
 import json
+import re
 import textwrap
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 import tyro
+
+from redraft.files.setting_error import SettingError
 
 Config = TypeVar("Config")
 
@@ -66,13 +69,14 @@ def read_toml(path: Path, config_type: type[Config], overrides: Sequence[str] = 
             f"there is no {path}: create it with redraft {command} --print-config > {path}"
         )
     values = read_table(path)
-    for override in overrides:
-        values = merge(values, _parse(override, f"--set {override}"))
-    # Check after the merge, so that a misspelt override is found too.
-    require_known(values, config_type, "")
+    require_known(values, config_type, f"{path}: ")
+    values = merge(values, _read_overrides(overrides, config_type))
     folder = path.parent.absolute()
     config: Config = convert(
-        values, config_type, str(path), lambda text: folder / Path(text).expanduser()
+        values,
+        config_type,
+        f"{path} with --set" if overrides else str(path),
+        lambda text: folder / Path(text).expanduser(),
     )
     return config
 
@@ -85,11 +89,17 @@ def render_example(config_type: type, overrides: Sequence[str] = ()) -> str:
     Raises:
         ValueError: an override has an unknown key, or a value of the wrong type.
     """
+    values = _read_overrides(overrides, config_type)
+    return "\n".join(_render_section(config_type, "", values))
+
+
+def _read_overrides(overrides: Sequence[str], config_type: type) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for override in overrides:
-        values = merge(values, _parse(override, f"--set {override}"))
-    require_known(values, config_type, "")
-    return "\n".join(_render_section(config_type, "", values))
+        table = _parse(override, f"--set {override}")
+        require_known(table, config_type, f"--set {override}: ")
+        values = merge(values, table)
+    return values
 
 
 def _render_section(config_type: type, prefix: str, values: Mapping[str, Any]) -> Iterator[str]:
@@ -163,9 +173,9 @@ def read_field_docs(config_type: type) -> dict[str, str]:
 
 
 def require_port(setting: str, port: int) -> None:
-    """Raise ValueError if the port is invalid. 0 is valid, and means any port or none."""
+    """Raise SettingError if the port is invalid. 0 is valid, and means any port or none."""
     if not 0 <= port < 1 << 16:
-        raise ValueError(f"{setting} is {port}: a port is a number up to 65535")
+        raise SettingError(f"{{{setting}}} is {port}: a port is a number up to 65535")
 
 
 def read_table(path: Path) -> dict[str, Any]:
@@ -205,7 +215,24 @@ def convert(value: Any, kind: Any, where: str, read_path: Callable[[str], Path])
     try:
         return msgspec.convert(value, kind, dec_hook=hook)
     except msgspec.ValidationError as error:
-        raise ValueError(f"{where}: {error}") from error
+        raise ValueError(f"{where}: {_explain(error, kind)}") from error
+
+
+def _explain(error: msgspec.ValidationError, kind: Any) -> str:
+    """Say which setting msgspec refused, and what it can be."""
+    reason, _, place = str(error).partition(" - at `$")
+    place = place.strip(".`")
+    path = [*place.split(".")] if place else []
+    if isinstance(error.__cause__, SettingError):
+        return error.__cause__.spell(lambda name: ".".join([*path, name]))
+    if missing := re.fullmatch("Object missing required field `(.*)`", reason):
+        return f"{'.'.join([*path, missing[1]])} is missing"
+    for name in path:
+        kind = get_type_hints(kind).get(name) if is_dataclass(kind) else None
+    if get_origin(kind) is Literal:
+        reason += f": choose from {', '.join(map(repr, get_args(kind)))}"
+    reason = reason[:1].lower() + reason[1:]
+    return f"{place}: {reason}" if place else reason
 
 
 def describe_unknown(key: str, known: Sequence[str], section: str) -> str:
@@ -226,8 +253,10 @@ def merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
     return {**lower, **upper, **nested}
 
 
-def require_known(values: Mapping[str, Any], config_type: type, section: str) -> None:
-    """Raise ValueError unless every key is a field.
+def require_known(
+    values: Mapping[str, Any], config_type: type, where: str, section: str = ""
+) -> None:
+    """Raise ValueError unless every key is a field; the message begins with `where`.
 
     msgspec would silently ignore an unknown key.
     """
@@ -235,8 +264,8 @@ def require_known(values: Mapping[str, Any], config_type: type, section: str) ->
     known = [config_field.name for config_field in fields(config_type)]
     for key, value in values.items():
         if key not in known:
-            raise ValueError(describe_unknown(key, known, section))
+            raise ValueError(f"{where}{describe_unknown(key, known, section)}")
         if isinstance(value, dict) and is_dataclass(types[key]):
             nested = types[key]
             assert isinstance(nested, type)
-            require_known(value, nested, f"{section}{key}.")
+            require_known(value, nested, where, f"{section}{key}.")

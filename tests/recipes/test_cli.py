@@ -613,6 +613,21 @@ def test_a_config_file_spells_a_refused_setting_as_its_key(tmp_path, capsys):
     assert f"{path}: retrieval.max_run is 0: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("train eagle3 --head.head-dim 0", "--head.head-dim is 0: it must be at least 1"),
+        ("train eagle3 --head.step-decay -2", "--head.step-decay is -2.0: it must be at least 0"),
+        ("train dflash --head.gamma 0", "--head.gamma must be above 0"),
+        ("plan trian", "redraft plan has no part 'trian': did you mean 'train'?"),
+        ("data showw a.jsonl", "redraft data has no part 'showw': did you mean 'show'?"),
+    ],
+)
+def test_a_size_of_zero_and_a_misspelt_part_are_refused(command, said, capsys):
+    assert dispatch(command.split()) == 2
+    assert capsys.readouterr().err == f"redraft: {said}\n"
+
+
 def test_a_flag_given_twice_is_refused_unless_it_takes_more(capsys):
     flags = ["--target", "t", "--data.source", "a.jsonl", "--data.source=b.jsonl"]
     assert dispatch(["train", "eagle3", *flags]) == 2

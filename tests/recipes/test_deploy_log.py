@@ -254,3 +254,16 @@ def test_keys_are_readable_by_their_owner_only_and_are_never_replaced(tmp_path: 
     with pytest.raises(FileExistsError):
         log_keys.main(log_keys.KeysConfig(folder=folder))
     assert {name: (folder / f"{name}.nk").read_bytes() for name in seeds} == seeds
+
+
+def test_keys_in_a_folder_of_others_leave_its_mode_and_are_written_all_or_none(
+    tmp_path: Path,
+) -> None:
+    tmp_path.chmod(0o755)
+    (tmp_path / "users.conf").touch()
+    with pytest.raises(FileExistsError, match=r"users\.conf exists"):
+        log_keys.main(log_keys.KeysConfig(folder=tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["users.conf"]
+    (tmp_path / "users.conf").unlink()
+    log_keys.main(log_keys.KeysConfig(folder=tmp_path))
+    assert tmp_path.stat().st_mode & 0o777 == 0o755

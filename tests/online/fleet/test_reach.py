@@ -144,11 +144,11 @@ def test_a_unix_socket_is_refused_with_the_cure_by_all(url, tmp_path):
 @pytest.mark.parametrize("port", [-1, 1 << 16, 99999])
 def test_a_port_that_no_server_can_have_is_refused_by_its_setting(port, tmp_path):
     given = {"upstream": "http://a:1", "target": tmp_path, "spool": tmp_path}
-    with pytest.raises(ValueError, match=f"--port is {port}"):
+    with pytest.raises(ValueError, match=f"^port is {port}"):
         tap.TapCommandConfig(**given, port=port)
-    with pytest.raises(ValueError, match=f"--admin-port is {port}"):
+    with pytest.raises(ValueError, match=f"admin_port is {port}"):
         tap.TapCommandConfig(**given, admin_port=port)
-    with pytest.raises(ValueError, match=f"page.port is {port}"):
+    with pytest.raises(ValueError, match=f"^port is {port}"):
         Page(port=port)
 
 

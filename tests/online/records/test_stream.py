@@ -597,7 +597,7 @@ def test_a_fleet_is_named_by_what_a_subject_can_hold(fleet):
 
 
 def test_a_file_of_credentials_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"nats\.ca"):
+    with pytest.raises(ValueError, match=r"nats\.ca"):
         Nats(ca=tmp_path / "ca.pem")
 
 

@@ -81,6 +81,24 @@ def test_a_wrong_set_is_refused_before_anything_is_printed(override, said, capsy
         (["learner", "--config", "absent.toml"], "redraft learner --print-config"),
         (["learner", "--set", "trainig.lr=1"], "did you mean training?"),
         (["learner"], "no servers are configured: set fleet.servers"),
+        (
+            ["learner", "--set", "trainig.lr=1"],
+            "--set trainig.lr=1: there is no setting trainig: did you mean training?",
+        ),
+        (
+            ["learner", "--set", "fleet.poll_s='x'"],
+            "learner.toml with --set: fleet.poll_s: expected `float`, got `str`",
+        ),
+        (
+            ["learner", "--set", "judging.draft_sample_method='x'"],
+            "judging.draft_sample_method: invalid enum value 'x': choose from 'greedy', 'probabi",
+        ),
+        (["learner", "--set", "rollout.confidence=3"], "rollout.confidence must be between 0.5"),
+        (["learner", "--set", "page.port=99999"], "page.port is 99999: a port is a number up to"),
+        (["fleet", "swap", "v000007", "--config", "bare.toml"], "bare.toml: target is missing"),
+        (["fleet", "swap", "v000007", "--config", "wrong.toml"], "wrong.toml: there is no setting"),
+        (["fleet", "swap", "v000007", "--config", "new.toml"], "there is no registry "),
+        (["fleet", "rollback", "--config", "new.toml"], "there is no registry "),
         (["fleet", "versions"], "there is no registry to list"),
         (["fleet", "versions", "--registry", "absent"], "there is no registry absent"),
         (["fleet", "swap", "v000007"], "has no version v000007: the newest are v000001"),
@@ -97,11 +115,15 @@ def test_a_mistake_is_told_in_one_line(args, message, capsys, tmp_path, monkeypa
     publish(world)
     world.registry.promote("v000001")
     (tmp_path / "learner.toml").write_text('target = "t"\nregistry = "registry"\nspool = "s"\n')
+    (tmp_path / "bare.toml").write_text('spool = "s"\nregistry = "registry"\n')
+    (tmp_path / "wrong.toml").write_text("[fleet]\nurls = []\n")
+    (tmp_path / "new.toml").write_text('target = "t"\nregistry = "new"\nspool = "s"\n')
     capsys.readouterr()  # what made the draft drew bars
     assert dispatch(args) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+    assert not (tmp_path / "new").exists()
 
 
 def test_versions_are_listed_with_their_marks_and_reasons(capsys, world):

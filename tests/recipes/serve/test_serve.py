@@ -162,6 +162,14 @@ def test_a_target_that_is_nowhere_is_refused_before_vllm_starts(target, is_refus
         require_target(target)
 
 
+def test_a_file_is_no_target_unless_it_is_a_gguf(tmp_path):
+    for name in ("model.safetensors", "model.gguf"):
+        (tmp_path / name).touch()
+    require_target(str(tmp_path / "model.gguf"))
+    with pytest.raises(NotADirectoryError, match=r"model\.safetensors is a file"):
+        require_target(str(tmp_path / "model.safetensors"))
+
+
 def test_a_server_of_lookups_takes_prompt_embeddings():
     assert server_command(parse("target", "--draft", "ngram", "--", "--enable-prompt-embeds"))
 
