@@ -14,6 +14,7 @@ module imports no torch.
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -57,6 +58,7 @@ def require_tokens(num_speculative_tokens: int) -> None:
 MEASURED_TOKENS = (NUM_TOKENS, 1, 2, 5)
 
 NGRAM = "ngram"
+SUFFIX_PACKAGE = "arctic_inference"  # Package for vLLM's suffix decoding.
 NAMED = re.compile(r"([^=/+]+)=(.+)")
 
 WHOLE_MODEL = re.compile(r"(?!mtp\.)(\w+\.)*layers\.0\..*")
@@ -136,6 +138,13 @@ class DraftSource:
     def parts(self) -> tuple[DraftSource, DraftSource]:
         assert self.lookup is not None
         return DraftSource(source=self.lookup), DraftSource(source=self.source)
+
+    def require_package(self) -> None:
+        """Raise ValueError if the package that vLLM needs for suffix decoding is missing."""
+        if self.source == "suffix" and importlib.util.find_spec(SUFFIX_PACKAGE) is None:
+            raise ValueError(
+                "suffix decoding needs a separate package: pip install arctic-inference==0.1.1"
+            )
 
     @property
     def is_without_folder(self) -> bool:

@@ -9,7 +9,6 @@ counted answers    the same lookup (`redraft data count`)        ngram, with `en
 `suffix`           none                                         suffix
 """
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -30,8 +29,6 @@ from redraft.heads.draft import Batch, DraftStep, TargetSignal
 from redraft.heads.families.retrieval import BEFORE_HEAD, Retrieval
 from redraft.heads.family import Family
 from redraft.heads.target import LoadedTarget, Target
-
-SUFFIX_PACKAGE = "arctic_inference"  # Package for vLLM's suffix decoding.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,10 +149,7 @@ def make_mix(
 
 def make_suffix(draft: DraftSource) -> NamedDraft:
     """A suffix-decoding draft. Raises ValueError if the package that vLLM needs is missing."""
-    if importlib.util.find_spec(SUFFIX_PACKAGE) is None:
-        raise ValueError(
-            "suffix decoding needs a separate package: pip install arctic-inference==0.1.1"
-        )
+    draft.require_package()
     note = (
         "measured only in the engine, and only with the text of each request: a server "
         "would also look tokens up in its earlier answers"

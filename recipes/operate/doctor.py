@@ -17,7 +17,7 @@ be read.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -33,6 +33,7 @@ from redraft.recipes.cli.run import Recipe
 
 if TYPE_CHECKING:  # not at run time, because it imports torch, which may not be installed
     from redraft.distill.doctor.check_draft import Checked
+    from redraft.eval.forecast.draft_source import DraftSource
 
 A_LOOKUP = "no model computes this draft, so there is nothing to compare with a target"
 
@@ -153,7 +154,7 @@ def check_lookup(source: str, target: str | None) -> tuple[dict[str, str], list[
 
     draft = DraftSource.parse(source)
     if draft.is_without_folder:
-        facts, found = describe_lookup(source, draft.family), list[Finding]()
+        facts, found = describe_lookup(source, draft.family), list(_missing(draft))
     else:
         facts, found = describe_draft(fetch_model(draft.source))
     if target is not None:
@@ -161,6 +162,14 @@ def check_lookup(source: str, target: str | None) -> tuple[dict[str, str], list[
         read_config(folder)  # raises if it is no model
         facts = {"target": str(folder), **facts}
     return facts, found
+
+
+def _missing(draft: "DraftSource") -> Iterator[Finding]:
+    try:
+        draft.require_package()
+    except ValueError as error:
+        problem, _, cure = str(error).partition(": ")
+        yield Finding(problem, cure)
 
 
 def check_alone(source: str) -> tuple[dict[str, str], list[Finding]]:

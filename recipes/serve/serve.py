@@ -75,6 +75,7 @@ def main(cfg: ServeConfig) -> None:
     require_same_weights(cfg.target, os.environ)
     require_target(cfg.target)
     command = server_command(cfg)
+    _draft(cfg).require_package()
     cfg.capture.make_spool()
     notes = list_notes(_draft(cfg), tenants_share=cfg.live.shared, is_ahead=schedules_ahead(cfg))
     for note in notes:

@@ -395,13 +395,22 @@ def test_a_draft_without_a_module_here_is_named_without_a_target(tmp_path, capsy
 
 
 @pytest.mark.parametrize("draft", ["live", "ngram", "suffix"])
-def test_a_lookup_is_a_normal_draft_with_nothing_to_compare(draft, random_target, capsys):
+def test_a_lookup_is_a_normal_draft_with_nothing_to_compare(
+    draft, random_target, capsys, monkeypatch
+):
+    monkeypatch.setattr("redraft.eval.forecast.draft_source.SUFFIX_PACKAGE", "pytest")
     for flags in ({"draft": draft}, {"draft": draft, "target": str(random_target)}):
         assert status(**flags, engine="none") == 0
         out = capsys.readouterr().out
         assert re.search(rf"served +by vLLM, with `redraft serve TARGET --draft {draft}`\n", out)
         assert re.search(r"note +no model computes this draft\b", out)
         assert "problem:" not in out
+
+
+def test_a_suffix_draft_without_its_package_is_a_problem(capsys, monkeypatch):
+    monkeypatch.setattr("redraft.eval.forecast.draft_source.SUFFIX_PACKAGE", "no_such_package")
+    assert status(draft="suffix", engine="none") == 1
+    assert "pip install arctic-inference" in capsys.readouterr().out
 
 
 def test_counted_answers_are_a_normal_draft_and_an_empty_table_is_a_problem(
