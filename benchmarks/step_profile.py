@@ -35,8 +35,8 @@ from unittest import mock
 import msgspec
 
 from benchmarks.results import write_results
-from redraft.distill.train.run_config import require_least
 from redraft.engine.settings import read_settings, write_settings
+from redraft.files.setting_error import require_least
 from redraft.recipes.cli.run import run_recipe
 from redraft.recipes.demo.parts import make_target
 
@@ -94,7 +94,7 @@ class Config:
     output: Path = Path("outputs/step-profile")
 
     def __post_init__(self) -> None:
-        require_least(self, "", steps=1, warm_up=1)
+        require_least(self, steps=1, warm_up=1)
         if min(self.num_speculative_tokens, default=0) < 1:
             raise ValueError("--num-speculative-tokens: give numbers of at least 1")
 

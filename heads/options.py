@@ -8,7 +8,7 @@ torch.
 
 from dataclasses import dataclass, fields
 
-from redraft.files.setting_error import SettingError
+from redraft.files.setting_error import SettingError, require_least
 from redraft.files.windows import View, make_views
 
 
@@ -18,9 +18,9 @@ class Options:
     def __post_init__(self) -> None:
         """Raise SettingError for a number that is too small: all of them are sizes or weights."""
         for name, value in vars(self).items():
-            least = 1 if type(value) is int and not name.endswith("_id") else 0
-            if isinstance(value, int | float) and not value >= least:
-                raise SettingError(f"{{{name}}} is {value}: it must be at least {least}")
+            if isinstance(value, int | float):
+                is_size = type(value) is int and not name.endswith("_id")
+                require_least(self, **{name: 1 if is_size else 0})
 
 
 @dataclass(frozen=True, kw_only=True)

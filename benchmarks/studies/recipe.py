@@ -38,7 +38,7 @@ from benchmarks.time_to_tau.course import Course, make_settings
 from benchmarks.time_to_tau.curves import estimate, gain_in_tau, last_tau
 from benchmarks.time_to_tau.judge import Judge
 from benchmarks.time_to_tau.peers import PEERS
-from redraft.distill.train.run_config import require_least
+from redraft.files.setting_error import require_least
 from redraft.recipes import train
 from redraft.recipes.cli.run import parse_recipe
 from redraft.recipes.demo.parts import ANSWERS, make_target
@@ -153,7 +153,7 @@ class Config:
     """Folder for table.json and the training runs; by default outputs/recipe/FAMILY."""
 
     def __post_init__(self) -> None:
-        require_least(self, "", seeds=1, num_questions=2, max_tokens=2, threads=1)
+        require_least(self, seeds=1, num_questions=2, max_tokens=2, threads=1)
         if not self.minutes > 0:
             raise ValueError(f"--minutes is {self.minutes}: it must be above 0")
         known = SETTINGS[self.family]

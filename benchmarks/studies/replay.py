@@ -29,8 +29,8 @@ from benchmarks.demo.online_replay import list_steps, train_from
 from benchmarks.results import write_results
 from benchmarks.time_to_tau.bench import describe, spell
 from benchmarks.time_to_tau.curves import Curve, estimate, gain_in_tau, last_tau
-from redraft.distill.train.run_config import require_least
 from redraft.files.kept import compute_once
+from redraft.files.setting_error import require_least
 from redraft.online.daemon.config import LearnerConfig, load_config
 from redraft.online.daemon.judging import Judge
 from redraft.online.daemon.opening import opened
@@ -58,7 +58,7 @@ class Config:
     """Folder for table.json."""
 
     def __post_init__(self) -> None:
-        require_least(self, "", steps=1, seeds=1)
+        require_least(self, steps=1, seeds=1)
 
 
 @dataclass(frozen=True)

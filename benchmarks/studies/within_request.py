@@ -41,7 +41,6 @@ from benchmarks.time_to_tau.bench import BEST, HELD_OUT, run_course
 from benchmarks.time_to_tau.course import Course
 from benchmarks.time_to_tau.judge import Judge
 from redraft.distill.signal.sources import InProcessTarget
-from redraft.distill.train.run_config import require_least
 from redraft.engine.counts import walk_blocks
 from redraft.engine.prompts import Prompt
 from redraft.engine.sampling import Sampling
@@ -52,6 +51,7 @@ from redraft.eval.intervals import estimate_gain, estimate_ratio
 from redraft.files.folder import fingerprint
 from redraft.files.kept import compute_once
 from redraft.files.progress import Progress
+from redraft.files.setting_error import require_least
 from redraft.heads.draft import Batch, DraftStep, ExactTarget, TargetSignal
 from redraft.heads.families.eagle3 import Eagle3
 from redraft.heads.target import Target
@@ -114,7 +114,7 @@ class Config:
     output: Path = Path("outputs/within-request")
 
     def __post_init__(self) -> None:
-        require_least(self, "", num_requests=3, num_tuning=1, num_output_tokens=2, every=1, rank=1)
+        require_least(self, num_requests=3, num_tuning=1, num_output_tokens=2, every=1, rank=1)
         if self.num_requests - self.num_tuning < 2:
             raise ValueError("--num-requests must exceed --num-tuning by at least 2")
 

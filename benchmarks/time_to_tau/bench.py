@@ -62,9 +62,9 @@ from benchmarks.time_to_tau.curves import (
 )
 from benchmarks.time_to_tau.judge import Counts, Judge
 from benchmarks.time_to_tau.peers import PEERS
-from redraft.distill.train.run_config import require_least
 from redraft.eval.intervals import Estimate
 from redraft.files.artifact import write_whole
+from redraft.files.setting_error import require_least
 from redraft.recipes.demo.parts import ANSWERS, make_target
 
 OURS = "redraft"
@@ -161,7 +161,7 @@ class Config:
     """
 
     def __post_init__(self) -> None:
-        require_least(self, "", seeds=1, num_questions=2, max_tokens=2, threads=1)
+        require_least(self, seeds=1, num_questions=2, max_tokens=2, threads=1)
         if not 0 < self.every_minutes <= self.minutes:
             raise ValueError("--every-minutes must be above 0, and at most --minutes")
         if unknown := set(self.trainers) - set(SIDES):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from redraft.files.setting_error import SettingError
+from redraft.files.setting_error import SettingError, require_least
 
 DIVERGENCES = (
     "forward_kl",
@@ -59,5 +59,4 @@ class Divergence:
                 f"{{beta}} is {self.beta}: it must be between 0 and 1; for 0 or 1 use forward_kl "
                 "or reverse_kl"
             )
-        if not self.eta >= 0:
-            raise SettingError(f"{{eta}} is {self.eta}: it must be at least 0")
+        require_least(self, eta=0)

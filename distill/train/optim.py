@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from redraft.files.setting_error import SettingError
+from redraft.files.setting_error import SettingError, require_least
 
 BETAS = (0.9, 0.95)
 """AdamW's decay rates for the running means of the gradient and of its square."""
@@ -55,8 +55,7 @@ class Optim:
             raise SettingError(
                 f"{{warmup_fraction}} is {self.warmup_fraction}: it must be between 0 and 1"
             )
-        if self.accumulation < 1:
-            raise SettingError(f"{{accumulation}} is {self.accumulation}: it must be at least 1")
+        require_least(self, accumulation=1)
 
     def rate(self, step: int, num_steps: int) -> float:
         """Return the learning rate at `step`, as a share of `lr`."""

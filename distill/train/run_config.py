@@ -18,24 +18,13 @@ from redraft.distill.loss.choice import Divergence
 from redraft.distill.signal.storage import DEFAULT_STORAGE, HiddenDtype
 from redraft.distill.train.optim import Optim
 from redraft.engine.target_dtype import TargetDtype
+from redraft.files.setting_error import require_least
 from redraft.heads.family import NUM_TOKENS, Family
 from redraft.heads.options import Standalone
 
 Options = TypeVar("Options")
 
 MAX_DRAFT_TOKENS = 128  # limit of vLLM's rejection sampler, per request and step
-
-
-def require_least(config: Any, group: str = "", **least: int) -> None:
-    """Raise ValueError, naming the flag, if a number in a config is below its minimum.
-
-    A value of None passes.
-    """
-    for name, number in least.items():
-        if (value := getattr(config, name)) is not None and value < number:
-            raise ValueError(
-                f"--{group}{name.replace('_', '-')} is {value}: it must be at least {number}"
-            )
 
 
 def check_num_tokens(num_speculative_tokens: int, num_steps: int) -> None:
@@ -97,7 +86,7 @@ class Data:
             raise ValueError(f"--data.held-out is {self.held_out}: it must be above 0 and below 1")
         if self.date is not None:
             choose_day(self.date, "--data.date")
-        require_least(self, "data.", num_prompts=1)
+        require_least(self, num_prompts=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +135,7 @@ class Signal:
     """
 
     def __post_init__(self) -> None:
-        require_least(self, "signal.", k=1)
+        require_least(self, k=1)
         if self.kind == "endpoint" and not self.url:
             raise ValueError(
                 "--signal.kind endpoint needs --signal.url, the address of the target's vLLM server"
@@ -232,10 +221,8 @@ class Loop:
             )  # imported here, because it imports torch
 
             require_compiler()
-        require_least(
-            self, "loop.", steps=1, batch_size=1, sequence_length=2, eval_batches=1, patience=1
-        )
-        require_least(self, "loop.", log_every=1, eval_every=0, save_every=0, context_parallel=1)
+        require_least(self, steps=1, batch_size=1, sequence_length=2, eval_batches=1, patience=1)
+        require_least(self, log_every=1, eval_every=0, save_every=0, context_parallel=1)
         for name, amount in (("minutes", self.minutes), ("epochs", self.epochs)):
             if amount is not None and not 0 < amount < math.inf:
                 raise ValueError(f"--loop.{name} is {amount}: it must be above 0 and finite")
@@ -275,7 +262,7 @@ class Prove:
     """
 
     def __post_init__(self) -> None:
-        require_least(self, "prove.", num_speculative_tokens=1, max_tokens=1, concurrency=1)
+        require_least(self, num_speculative_tokens=1, max_tokens=1, concurrency=1)
 
 
 @dataclass(frozen=True, kw_only=True)

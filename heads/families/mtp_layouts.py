@@ -170,7 +170,7 @@ def detect_layout(config: Any) -> Layout:
         known = ", ".join(BY_MODEL_TYPE)
         raise ValueError(
             f"redraft has no MTP layout for the model type {config.model_type} (only for "
-            f"{known}); as_mimo converts a Llama"
+            f"{known}); --head.as-mimo converts a Llama"
         )
     if (getattr(config, layout.count_key, None) or 1) > 1:
         raise ValueError(

@@ -30,7 +30,7 @@ from safetensors.numpy import load_file, save_file
 
 from redraft.files.artifact import safetensors_header
 from redraft.files.folder import CONFIG, WEIGHTS, read_config
-from redraft.files.setting_error import SettingError
+from redraft.files.setting_error import SettingError, require_least
 from redraft.heads.families.run_table import MOST_VOTES, Entries, Found, RunTable
 
 Ids = NDArray[np.int32]
@@ -81,8 +81,7 @@ class Config:
     def __post_init__(self) -> None:
         if not 1 <= self.max_run <= 16:
             raise SettingError(f"{{max_run}} is {self.max_run}: it must be between 1 and 16")
-        if self.min_texts < 1:
-            raise SettingError(f"{{min_texts}} is {self.min_texts}: it must be at least 1")
+        require_least(self, max_entries=1, min_texts=1)
         if not 0 <= self.verify_cost <= 1:
             raise SettingError(f"{{verify_cost}} is {self.verify_cost}: it must be between 0 and 1")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from redraft.files.setting_error import SettingError
+from redraft.files.setting_error import SettingError, require_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,15 +89,8 @@ class Training:
     """Random seed for replay and packing."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "fresh_per_step",
-            "records_per_candidate",
-            "accumulation",
-            "patience",
-            "warmup_steps",
-        ):
-            if getattr(self, name) < 1:
-                raise SettingError(f"{{{name}}} is {getattr(self, name)}: it must be at least 1")
+        require_least(self, fresh_per_step=1, records_per_candidate=1, accumulation=1)
+        require_least(self, patience=1, warmup_steps=1)
         if self.max_lag_records < self.fresh_per_step:
             raise SettingError(
                 f"{{max_lag_records}} is {self.max_lag_records}: it must be at least "

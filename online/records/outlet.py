@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from redraft.files.setting_error import SettingError
+from redraft.files.setting_error import SettingError, require_least
 from redraft.online.records.guard import Guard
 from redraft.online.records.nats_config import Nats, parse_addresses
 from redraft.online.records.origin import to_label
@@ -36,8 +36,7 @@ class Sample:
     def __post_init__(self) -> None:
         if not 0 <= self.fraction <= 1:
             raise SettingError(f"{{fraction}} is {self.fraction}: it must be between 0 and 1")
-        if self.logprobs < 1:
-            raise SettingError(f"{{logprobs}} is {self.logprobs}: it must be at least 1")
+        require_least(self, logprobs=1, spool_bytes=1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp
 
-from redraft.files.setting_error import SettingError
+from redraft.files.setting_error import require_least
 from redraft.online.records.guard import Guard
 from redraft.online.traffic.sockets import TICK_S, BoundedServer, OperatorServer, Sparing
 
@@ -50,10 +50,7 @@ class FrontConfig:
     """
 
     def __post_init__(self) -> None:
-        if self.max_body_bytes < 1:
-            raise SettingError(
-                f"{{max_body_bytes}} is {self.max_body_bytes}: it must be at least 1"
-            )
+        require_least(self, max_body_bytes=1)
 
 
 class FrontServer(BoundedServer):

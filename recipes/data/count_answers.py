@@ -16,6 +16,7 @@ code and reports, gain most.
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from redraft.files.setting_error import require_least
 from redraft.heads.families.retrieval import Config as RetrievalConfig
 
 
@@ -38,6 +39,9 @@ class CountConfig:
     retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
     overwrite: bool = False
     """Replace an output folder that was written by redraft."""
+
+    def __post_init__(self) -> None:
+        require_least(self, sequence_length=2)
 
 
 def main(cfg: CountConfig) -> None:

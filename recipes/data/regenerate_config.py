@@ -19,7 +19,7 @@ import tyro
 
 from redraft.distill.signal.storage import DEFAULT_STORAGE
 from redraft.distill.signal.target_answers import Sampling
-from redraft.distill.train.run_config import require_least
+from redraft.files.setting_error import require_least
 
 
 @dataclass(frozen=True, kw_only=True)

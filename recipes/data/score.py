@@ -18,6 +18,7 @@ from typing import Annotated
 import tyro
 
 from redraft.engine.target_dtype import TargetDtype
+from redraft.files.setting_error import require_least
 
 POLL_S = 1.0
 
@@ -45,6 +46,9 @@ class ScoreConfig:
     """
     follow: bool = False
     """Wait for new files instead of exiting."""
+
+    def __post_init__(self) -> None:
+        require_least(self, logprobs=1, spool_bytes=1)
 
 
 def main(cfg: ScoreConfig) -> None:

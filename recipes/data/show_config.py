@@ -14,7 +14,7 @@ from typing import Annotated
 
 import tyro
 
-from redraft.distill.train.run_config import require_least
+from redraft.files.setting_error import require_least
 
 
 @dataclass(frozen=True, kw_only=True)

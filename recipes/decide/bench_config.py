@@ -25,8 +25,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from redraft.distill.train.run_config import require_least
 from redraft.eval.forecast.draft_source import NGRAM, DraftSource
+from redraft.files.setting_error import require_least
 from redraft.heads.family import NUM_TOKENS
 from redraft.recipes.decide.measure_config import MeasureConfig
 

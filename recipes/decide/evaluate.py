@@ -22,7 +22,7 @@ from redraft.distill.plan.memory_check import require_target_room
 from redraft.distill.run.inputs import load_target
 from redraft.distill.signal.features import load_skeleton
 from redraft.distill.signal.sources import InProcessTarget
-from redraft.distill.train.run_config import Signal, require_least
+from redraft.distill.train.run_config import Signal
 from redraft.engine.counts import AcceptanceCounts
 from redraft.engine.prompts import Prompt
 from redraft.engine.sampling import Sampling, choose_sampling, list_penalties, require_served
@@ -40,6 +40,7 @@ from redraft.eval.report.results import Measured
 from redraft.eval.served import EngineOptions, serve_and_count
 from redraft.files.artifact import write_whole
 from redraft.files.replaced import PREVIOUS, drop_previous, find_obstacle, start_over
+from redraft.files.setting_error import require_least
 from redraft.files.target_folder import TargetFolder
 from redraft.heads.target import LoadedTarget
 from redraft.recipes.decide.evaluate_config import EvalConfig
@@ -177,6 +178,8 @@ def check(cfg: EvalConfig) -> None:
         raise ValueError("--num-speculative-tokens must be at least 1")
     if min(cfg.temperature, default=0) < 0:
         raise ValueError("--temperature must be at least 0")
+    if not 0 <= cfg.max_loss < 1:
+        raise ValueError(f"--max-loss is {cfg.max_loss}: it must be at least 0 and below 1")
     require_least(cfg, num_prompts=1, max_tokens=1, batch_size=1, concurrency=1)
     if not (cfg.forecast or cfg.engine):
         raise ValueError(

@@ -11,7 +11,7 @@ that it launches. It does not measure time.
 from dataclasses import dataclass
 from pathlib import Path
 
-from redraft.distill.train.run_config import require_least
+from redraft.files.setting_error import require_least
 from redraft.heads.family import NUM_TOKENS
 from redraft.recipes.plan.plan import print_report
 

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from redraft.distill.plan.choices import ShardingKind, SignalKind
-from redraft.distill.train.run_config import require_least
 from redraft.engine.target_dtype import TargetDtype
 from redraft.files.artifact import write_whole
 from redraft.files.replaced import require_apart
+from redraft.files.setting_error import require_least
 from redraft.heads.catalog import FamilyName, find_family
 
 

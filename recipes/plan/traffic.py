@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from redraft.files.setting_error import SettingError
+from redraft.files.setting_error import SettingError, require_least
 from redraft.online.engine.config import LOG_RECORD_BYTES
 from redraft.online.engine.request_log import RequestInfo, RequestLog, Rows, VerifiedStep
 from redraft.online.records.record import Record, Sampling
@@ -36,9 +36,7 @@ class Traffic:
     """Size of the target's vocabulary. `redraft plan fleet` replaces it with that of --target."""
 
     def __post_init__(self) -> None:
-        for name in ("prompt_tokens", "output_tokens", "num_speculative_tokens", "top_k"):
-            if (number := getattr(self, name)) < 1:
-                raise SettingError(f"{{{name}}} is {number}: it must be at least 1")
+        require_least(self, prompt_tokens=1, output_tokens=1, num_speculative_tokens=1, top_k=1)
         if not 1 <= self.tau <= self.num_speculative_tokens + 1:
             raise SettingError(
                 f"{{tau}} is {self.tau}: with {self.num_speculative_tokens} draft tokens, a step "

@@ -8,6 +8,7 @@ redraft data count      --retrieval.max-run is 0: it must be between 1 and 16
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 _NAME = re.compile(r"\{([a-z][\w.]*)\}")
 
@@ -25,3 +26,13 @@ class SettingError(ValueError):
     def spell(self, name: Callable[[str], str]) -> str:
         """Return the message, with the name that `name` returns for each field."""
         return _NAME.sub(lambda found: name(found[1].rpartition(".")[2]), self.message)
+
+
+def require_least(config: Any, **least: float) -> None:
+    """Raise SettingError if a number in a config is below its minimum.
+
+    A value of None passes.
+    """
+    for name, number in least.items():
+        if (value := getattr(config, name)) is not None and not value >= number:
+            raise SettingError(f"{{{name}}} is {value}: it must be at least {number}")

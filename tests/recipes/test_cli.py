@@ -619,6 +619,19 @@ def test_a_config_file_spells_a_refused_setting_as_its_key(tmp_path, capsys):
         ("train eagle3 --head.head-dim 0", "--head.head-dim is 0: it must be at least 1"),
         ("train eagle3 --head.step-decay -2", "--head.step-decay is -2.0: it must be at least 0"),
         ("train dflash --head.gamma 0", "--head.gamma must be above 0"),
+        (
+            "data count --data a --target t --sequence-length 0",
+            "--sequence-length is 0: it must be at least 2",
+        ),
+        (
+            "data count --data a --target t --retrieval.max-entries 0",
+            "--retrieval.max-entries is 0: it must be at least 1",
+        ),
+        (
+            "serve t --draft ngram --capture.spool-bytes 0",
+            "--capture.spool-bytes is 0: it must be at least 1",
+        ),
+        ("train eagle3 --prove.concurrency 0", "--prove.concurrency is 0: it must be at least 1"),
         ("plan trian", "redraft plan has no part 'trian': did you mean 'train'?"),
         ("data showw a.jsonl", "redraft data has no part 'showw': did you mean 'show'?"),
     ],

@@ -141,7 +141,7 @@ def test_epochs_are_passes_over_the_data_and_the_schedule_is_as_long(
         ("save_every", -1),
         ("eval_every", -1),
     ):
-        with pytest.raises(ValueError, match=f"--loop.{name.replace('_', '-')}\\b.*{wrong}"):
+        with pytest.raises(ValueError, match=rf"\b{name}\b.*{wrong}"):
             Loop(**{name: wrong})
     with pytest.raises(ValueError, match=r"--loop.epochs.*--loop.minutes"):
         Loop(epochs=1, minutes=1)
