@@ -185,6 +185,14 @@ def refuse_repeated(args: Sequence[str], flags: Sequence[Flag]) -> None:
         raise ValueError(f"{name} is given {given[name]} times: give it once")
 
 
+def refuse_values(args: Sequence[str], flags: Sequence[Flag]) -> None:
+    """Raise ValueError for a switch with a value, of which tyro names only the value."""
+    switches = {form: flag.forms for flag in flags if flag.is_switch for form in flag.forms}
+    for name, equals, _ in (word.partition("=") for word in args):
+        if equals and (forms := switches.get(name.replace("_", "-"))):
+            raise ValueError(f"{name} takes no value: give {' or '.join(forms)}")
+
+
 def list_flags(config: Any, prefix: str = "--") -> Iterator[Flag]:
     """Yield the flags of a config and of its nested dataclasses."""
     hints = get_type_hints(type(config), include_extras=True)

@@ -177,7 +177,7 @@ def parse_recipe(recipe: Recipe, args: Sequence[str]) -> Any:
             raise ValueError(f"{argument} is not UTF-8: rename the file or folder")
     # The modules import tyro, which takes a tenth of a second, too long for `redraft --help`.
     from redraft.recipes.cli.config_file import read_config, render_config
-    from redraft.recipes.cli.flags import make_unchecked, refuse_repeated
+    from redraft.recipes.cli.flags import make_unchecked, refuse_repeated, refuse_values
 
     notes, presets, default = [recipe.description or ""], recipe.presets, recipe.default
     # tyro does not support presets or files, so these flags are removed, and their values become
@@ -185,6 +185,7 @@ def parse_recipe(recipe: Recipe, args: Sequence[str]) -> Any:
     end = args.index("--") if "--" in args else len(args)
     rest, others = list(args[:end]), args[end:]
     refuse_repeated(rest, recipe.flags)
+    refuse_values(rest, recipe.flags)
     name = _take_value(rest, "--preset")
     if name is not None and name not in presets:
         raise ValueError(f"there is no preset {name!r}{_choices(name, presets)}")

@@ -632,11 +632,15 @@ def test_a_config_file_spells_a_refused_setting_as_its_key(tmp_path, capsys):
             "--capture.spool-bytes is 0: it must be at least 1",
         ),
         ("train eagle3 --prove.concurrency 0", "--prove.concurrency is 0: it must be at least 1"),
+        (
+            "train eagle3 --overwrite=true",
+            "--overwrite takes no value: give --overwrite or --no-overwrite",
+        ),
         ("plan trian", "redraft plan has no part 'trian': did you mean 'train'?"),
         ("data showw a.jsonl", "redraft data has no part 'showw': did you mean 'show'?"),
     ],
 )
-def test_a_size_of_zero_and_a_misspelt_part_are_refused(command, said, capsys):
+def test_what_no_setting_flag_or_part_can_be_is_named(command, said, capsys):
     assert dispatch(command.split()) == 2
     assert capsys.readouterr().err == f"redraft: {said}\n"
 
