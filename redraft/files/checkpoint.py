@@ -18,8 +18,6 @@ from transformers import (
 from redraft.files.folder import (
     CONFIG,
     GENERATION_CONFIG,
-    open_folder,
-    read_config,
     read_json,
     text_sections,
 )
@@ -99,8 +97,8 @@ Model = str | Path | TargetFolder
 """A model, given by its folder, its hub name, or its opened files."""
 
 
-def _folder_of(model: Model) -> Path:
-    return model.folder if isinstance(model, TargetFolder) else open_folder(model)
+def _open(model: Model) -> TargetFolder:
+    return model if isinstance(model, TargetFolder) else TargetFolder.open(model)
 
 
 def load_causal_lm(model: Model, dtype: torch.dtype | None = None, *, cure: str = "") -> Any:
@@ -113,7 +111,7 @@ def load_causal_lm(model: Model, dtype: torch.dtype | None = None, *, cure: str 
         FileNotFoundError: the folder is missing, or is not a model folder.
         ValueError: a file is corrupt, or a weight is missing; the message names it.
     """
-    opened = model if isinstance(model, TargetFolder) else TargetFolder.open(model)
+    opened = _open(model)
     folder = opened.fetch_and_check()
     kind = model_class(opened.config)
     try:
@@ -163,19 +161,19 @@ def load_config(model: Model) -> Any:
     path = model.folder if isinstance(model, TargetFolder) else Path(model)
     if path.suffix == ".json" and path.is_file():  # a config.json under any name
         read_json(path)
-        folder, what = path, str(path)
+        what = str(path)
     else:
-        folder = _folder_of(model)
-        read_config(folder)
-        what = f"the {CONFIG} of {folder}"
+        opened = _open(model)
+        _ = opened.stored_config  # refuses a folder without a config
+        path, what = opened.folder, f"the {CONFIG} of {opened.folder}"
     try:
-        return AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+        return AutoConfig.from_pretrained(str(path), trust_remote_code=False)
     except CONFIG_ERRORS as error:
         field = ""
         # transformers looks up `torch.bfloat16` as a name in torch.
         if "torch.torch" in str(error) or "no attribute 'torch." in str(error):
             field = ': write "dtype": "bfloat16" instead of "torch.bfloat16"'
-        raise ValueError(f"cannot read {what}: {_reason(error, folder)}{field}") from error
+        raise ValueError(f"cannot read {what}: {_reason(error, path)}{field}") from error
 
 
 def load_text_config(model: Model) -> Any:
@@ -199,11 +197,12 @@ def end_ids(model: Model, tokenizer: Any) -> tuple[int, ...]:
     They are the tokenizer's end token and the ids in generation_config.json, or in config.json if
     the former has none.
     """
-    folder = _folder_of(model)
-    path = next(
-        (path for name in (GENERATION_CONFIG, CONFIG) if (path := folder / name).is_file()), None
-    )
-    sections = text_sections(read_json(path)) if path else ()
+    opened = _open(model)
+    if (path := opened.folder / GENERATION_CONFIG).is_file():
+        sections = text_sections(read_json(path))
+    else:
+        has_config = (opened.folder / CONFIG).is_file()
+        sections = text_sections(opened.stored_config if has_config else {})
     ends = next(
         (
             section["eos_token_id"]
@@ -227,7 +226,7 @@ def load_tokenizer(model: Model) -> Any:
         FileNotFoundError: there is no such folder, or it has no tokenizer.
         ValueError: the tokenizer is unreadable, or two files contain different chat templates.
     """
-    folder = _folder_of(model)
+    folder = _open(model).folder
     if not folder.is_dir():
         raise FileNotFoundError(f"the folder {folder} does not exist")
     if (folder / TEKKEN).is_file() and not (folder / "tokenizer.json").is_file():

@@ -150,12 +150,13 @@ def find_quantization(config: Mapping[str, Any]) -> str | None:
     )
 
 
-def read_quantization(folder: Path) -> str | None:
+def read_quantization(folder: Path, config: Mapping[str, Any] | None = None) -> str | None:
     """Apply `find_quantization` to a folder. A ModelOpt file may state the quantization too.
 
-    Raises the same errors as `read_config`.
+    `config` is the folder's config.json, if it has been read. Raises the same errors as
+    `read_config`.
     """
-    if found := find_quantization(read_config(folder)):
+    if found := find_quantization(read_config(folder) if config is None else config):
         return found
     path = folder / MODELOPT
     return (
@@ -165,10 +166,10 @@ def read_quantization(folder: Path) -> str | None:
     )
 
 
-def read_dtype(folder: Path) -> str | None:
-    """Return the weights' dtype in config.json, if any. Raises the same errors as `read_config`."""
+def find_dtype(config: Mapping[str, Any]) -> str | None:
+    """Return the weights' dtype that this config.json states, if any."""
     # It was called `torch_dtype` until transformers 4.56.
-    sections = text_sections(read_config(folder))
+    sections = text_sections(config)
     return next(
         (dtype for one in sections if (dtype := one.get("dtype") or one.get("torch_dtype"))), None
     )
@@ -360,6 +361,15 @@ def check_model_folder(name_or_path: str | Path) -> None:
         return
     folder = Path(name_or_path)
     read_config(folder)
+    check_files(folder)
+
+
+def check_files(folder: Path) -> None:
+    """Check the files of `check_model_folder`, but not the config.
+
+    Raises:
+        ValueError: a file is corrupt or missing; the message names it.
+    """
     if (folder / MANIFEST).is_file():
         verify(folder)
     _check_weights(folder)
@@ -409,20 +419,21 @@ def weight_files(folder: Path) -> list[Path]:
     raise FileNotFoundError(f"{folder} has its weights in {others[0]}: {cure}")
 
 
-def fingerprint(folder: Path) -> str:
+def fingerprint(folder: Path, config: Mapping[str, Any] | None = None) -> str:
     """Return the SHA-256, in hex, of a model's config, tokenizer and samples of its weights.
 
     From a safetensors file, it reads the header (names, dtypes, shapes) and SAMPLE_BYTES at the
     start, middle and end of every tensor, so tens of gigabytes take about a second, and a
     fine-tuned copy still has a different fingerprint. Other weight files are read completely. The
     same weights in different shards have different fingerprints. A fingerprint does not reveal
-    corrupt bytes; `verify` does.
+    corrupt bytes; `verify` does. `config` is the folder's config.json, if it has been read.
 
     Raises:
         FileNotFoundError: there is no config.json, or there are no weights.
         ValueError: a file is truncated or corrupt.
     """
-    config, weights, digest = read_config(folder), weight_files(folder), hashlib.sha256()
+    config = read_config(folder) if config is None else config
+    weights, digest = weight_files(folder), hashlib.sha256()
     # Keys are sorted below, because saving a model again may reorder them.
     kept = {key: value for key, value in config.items() if key not in VOLATILE_CONFIG_KEYS}
     digest.update(json.dumps(kept, sort_keys=True).encode())
@@ -437,20 +448,20 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def lineage(folder: Path) -> str:
+def lineage(folder: Path, config: Mapping[str, Any] | None = None) -> str:
     """Return the SHA-256, in hex, of the part of a target that a draft's layout depends on.
 
     This part is the model's type, the vocabulary, and the names and shapes of the tensors. A
     fine-tune or a later checkpoint has the lineage of the model it started from, but a different
     `fingerprint`. Settings that a later release of transformers spells differently are ignored, and
     so are the tensors' dtypes, their order in shards, and an output head that is a copy of tied
-    embeddings.
+    embeddings. `config` is the folder's config.json, if it has been read.
 
     Raises:
         FileNotFoundError: there is no config.json, or there are no safetensors weights.
         ValueError: a file is truncated or corrupt.
     """
-    config = read_config(folder)
+    config = read_config(folder) if config is None else config
     shapes = {
         name: entry["shape"]
         for name, entry in tensor_entries(folder).items()

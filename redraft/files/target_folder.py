@@ -7,19 +7,20 @@ This module does not import torch, because files that need transformers are read
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from redraft.files.folder import (
-    check_model_folder,
+    check_files,
     fetch_model,
+    find_dtype,
     fingerprint,
     lineage,
     open_folder,
-    read_dtype,
+    read_config,
     read_quantization,
 )
 
@@ -76,7 +77,8 @@ class TargetFolder:
     @cached_property
     def _checked(self) -> Path:
         folder = fetch_model(self.name)
-        check_model_folder(folder)
+        _ = self.stored_config  # refuses a folder without a config
+        check_files(folder)
         return folder
 
     @property
@@ -85,6 +87,11 @@ class TargetFolder:
         import torch
 
         return None if self.dtype is None else getattr(torch, self.dtype)
+
+    @cached_property
+    def stored_config(self) -> Mapping[str, Any]:
+        """The content of config.json. Raises the same errors as `read_config`."""
+        return read_config(self.folder)
 
     @cached_property
     def config(self) -> Any:
@@ -126,7 +133,7 @@ class TargetFolder:
 
         None if they are not quantised.
         """
-        return read_quantization(self.folder)
+        return read_quantization(self.folder, self.stored_config)
 
     def choose_cpu_dtype(self, has_bfloat16: Callable[[], bool]) -> TargetDtype | None:
         """Return the default dtype on a CPU (`engine.target_dtype`); None means the stored dtype.
@@ -135,7 +142,8 @@ class TargetFolder:
         """
         if self.quantization:
             return None
-        return "bfloat16" if read_dtype(self.folder) == "bfloat16" and has_bfloat16() else "float32"
+        stored = find_dtype(self.stored_config)
+        return "bfloat16" if stored == "bfloat16" and has_bfloat16() else "float32"
 
     @cached_property
     def fingerprint(self) -> str:
@@ -143,7 +151,7 @@ class TargetFolder:
 
         Raises the same errors as `folder.fingerprint`, also if the weights are not downloaded yet.
         """
-        return fingerprint(self.folder)
+        return fingerprint(self.folder, self.stored_config)
 
     @cached_property
     def lineage(self) -> str:
@@ -157,7 +165,7 @@ class TargetFolder:
             ValueError: a file is corrupt.
         """
         try:
-            return lineage(self.folder)
+            return lineage(self.folder, self.stored_config)
         except FileNotFoundError:
             return ""
 

@@ -15,7 +15,6 @@ from redraft.files.folder import (
     fetch_model,
     fingerprint,
     read_config,
-    read_dtype,
     read_quantization,
 )
 
@@ -117,7 +116,7 @@ def test_a_quantisation_is_found_wherever_its_tool_writes_it(
 @pytest.mark.parametrize("section", ["{", "[1, 2]", '"words"'])
 def test_every_reader_names_a_corrupt_config(tmp_path: Path, section: str) -> None:
     (tmp_path / "config.json").write_text(section)
-    for read in (read_quantization, read_dtype, fingerprint):
+    for read in (read_quantization, read_config, fingerprint):
         with pytest.raises(ValueError, match=r"config\.json") as error:
             read(tmp_path)
         assert "\n" not in str(error.value)
