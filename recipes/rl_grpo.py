@@ -18,12 +18,15 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from redraft.files.folder import INDEX
 from redraft.files.target_folder import TargetFolder
 from redraft.online.tokens import read_token
 from redraft.recipes.cli.run import run_recipe
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,42 +65,29 @@ def main(cfg: GrpoConfig) -> None:
     make_trainer(cfg).train()
 
 
-def make_trainer(cfg: GrpoConfig, reward: Any = reward, **training: Any) -> Any:
-    """Create TRL's trainer.
+def make_client(target: TargetFolder, output: Path, token: str) -> Any:
+    """Return a subclass of TRL's client that sends weights as checkpoints instead of over NCCL.
 
-    `training` contains additional GRPOConfig settings. The server must be ready.
+    The checkpoints are written to `output`, with the target's config and tokenizer.
     """
     import httpx
-    import torch
-    import trl.generation.vllm_generation as vllm_generation
-    from datasets import Dataset
     from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM
-    from trl import GRPOConfig, GRPOTrainer
+    from trl.generation.vllm_generation import VLLMClient
 
-    from redraft.distill.data.conversations import load_conversations
-
-    target, output = TargetFolder.open(cfg.target), cfg.output.absolute()
-    dtype = (
-        target.text_config.dtype
-    )  # the dtype that is served: float32 would double the bytes to write and read
-    headers = {"Authorization": f"Bearer {read_token(cfg.token_file)}"}
+    # The dtype that is served: float32 would double the bytes to write and read.
+    dtype = target.text_config.dtype
+    headers = {"Authorization": f"Bearer {token}"}
     small = [
         path
         for path in target.folder.iterdir()
         if path.suffix in (".json", ".jinja", ".model", ".txt")
     ]
 
-    class Client(vllm_generation.VLLMClient):  # type: ignore[misc]
-        """TRL's client, but it sends weights as checkpoints instead of over NCCL.
-
-        The server resets its own cache.
-        """
-
+    class Client(VLLMClient):  # type: ignore[misc]
         def init_communicator(self, device: Any = 0) -> None:
             self.num_pushes = 0
 
-        def reset_prefix_cache(self) -> None: ...
+        def reset_prefix_cache(self) -> None: ...  # the server resets its own cache
 
         def get_server_info(self) -> dict[str, Any]:  # a route that exists only in development mode
             return {"model_config": {"logprobs_mode": "processed_logprobs"}}
@@ -127,7 +117,24 @@ def make_trainer(cfg: GrpoConfig, reward: Any = reward, **training: Any) -> Any:
             self.moved = answer.json()
             shutil.rmtree(output / f"step-{self.num_pushes - 2}", ignore_errors=True)
 
-    vllm_generation.VLLMClient = Client
+    return Client
+
+
+def make_trainer(cfg: GrpoConfig, reward: Any = reward, **training: Any) -> Any:
+    """Create TRL's trainer.
+
+    `training` contains additional GRPOConfig settings. The server must be ready.
+    """
+    import torch
+    import trl.generation.vllm_generation as vllm_generation
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM
+    from trl import GRPOConfig, GRPOTrainer
+
+    from redraft.distill.data.conversations import load_conversations
+
+    target, output = TargetFolder.open(cfg.target), cfg.output.absolute()
+    vllm_generation.VLLMClient = make_client(target, output, read_token(cfg.token_file))
     questions = [{"prompt": one["messages"][:1]} for one in load_conversations(cfg.prompts)]
     on_gpu = torch.cuda.is_available()
     settings: dict[str, Any] = {"per_device_train_batch_size": 16, "num_generations": 8}

@@ -157,15 +157,8 @@ def main(cfg: BenchConfig) -> None:
         lossless=prove_lossless(target.name, confirmed[served], served, cfg)
         if served and sampling.temperature == 0 and not penalties
         else None,
-        settings=Settings(
-            loads=cfg.loads,
-            rounds=cfg.rounds,
-            max_tokens=cfg.max_tokens,
-            sampling=sampling,
-            penalties=penalties,
-            draft_sample_method=cfg.draft_sample_method,
-            minutes=cfg.minutes if cfg.train else None,
-            dtype=next(iter(confirmed.values()))[PLAIN, cfg.loads[0]][0].dtype,
+        settings=describe_settings(
+            cfg, sampling, penalties, next(iter(confirmed.values()))[PLAIN, cfg.loads[0]][0].dtype
         ),
         environment=environment(),
         duration_s=round(time.perf_counter() - started, 1),
@@ -173,6 +166,22 @@ def main(cfg: BenchConfig) -> None:
     page = write_bench(cfg.output, report)
     drop_previous(cfg.output / PREVIOUS)
     print(*compose_answer(report), f"report: {page}", sep="\n")
+
+
+def describe_settings(
+    cfg: BenchConfig, sampling: Sampling, penalties: Mapping[str, float], dtype: str
+) -> Settings:
+    """Return the report's settings. `dtype` is the dtype in which the servers computed."""
+    return Settings(
+        loads=cfg.loads,
+        rounds=cfg.rounds,
+        max_tokens=cfg.max_tokens,
+        sampling=sampling,
+        penalties=penalties,
+        draft_sample_method=cfg.draft_sample_method,
+        minutes=cfg.minutes if cfg.train else None,
+        dtype=dtype,
+    )
 
 
 def read_finished(
