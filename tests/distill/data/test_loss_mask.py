@@ -6,6 +6,7 @@ Five conditions on each turn, and transformers' assistant mask.
 from __future__ import annotations
 
 import datetime
+import functools
 import re
 from typing import Any
 
@@ -63,6 +64,7 @@ def say(content: str, **fields: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **fields}
 
 
+@functools.cache
 def make_renderer(name: str) -> Renderer:
     tokenizer = make_tokenizer(name)
     return Renderer(tokenizer, {}, DAY, tokenizer.convert_tokens_to_ids(list(find_ends(name))))
