@@ -321,16 +321,16 @@ def _simulate_polls(
             + BETWEEN_REQUESTS * rng.standard_normal((trials, num_requests))
         )
         reached_TNK = _find_chance(tau_TN)[..., None] ** powers_K
-        end_TN = drafts_TN.cumsum(1)
+        # Both running totals begin with 0.
+        end_TN = np.pad(drafts_TN.cumsum(1), ((0, 0), (1, 0)))
         for domain, is_of_domain_TN in enumerate((is_easy_TN, ~is_easy_TN)):
             total_TNK = ((drafts_TN * is_of_domain_TN)[..., None] * reached_TNK).cumsum(1)
+            total_TNK = np.pad(total_TNK, ((0, 0), (1, 0), (0, 0)))
             for trial, position in itertools.product(range(trials), powers_K):
                 # A request's drafts are spread evenly over time. So the running total at a boundary
                 # between polls is interpolated between the ends of two requests, and a poll's count
                 # is the difference of two totals.
-                at_border = np.interp(
-                    border_P, np.r_[0, end_TN[trial]], np.r_[0, total_TNK[trial, :, position]]
-                )
+                at_border = np.interp(border_P, end_TN[trial], total_TNK[trial, :, position])
                 expected_TDPK[trial, domain, :, position] += np.diff(at_border)
     counts_TDPK2 = np.zeros((trials, 2, polls, NUM_TOKENS, 2))
     accepted_TDP = expected_TDPK[..., 0]
@@ -376,18 +376,17 @@ def simulate_gate(trials: int, seed: int = 0) -> dict[str, Any]:
     for num_requests in (policy.min_requests, 50, 100):
         rates = {}
         for name, gain in gains.items():
-            rng = np.random.default_rng(seed)
             # This rate is near its limit, so it takes more trials to show on which side it lies.
             count = 10 * trials if name == "at_bar_promoted" else trials
-            campaigns = [_run_campaign(rng, gain, num_requests, policy) for _ in range(count)]
-            rates[name] = sum(look > 0 for look in campaigns) / count
-            rates[name.replace("promoted", "at_first_look")] = campaigns.count(1) / count
+            promoted, at_first_look = simulate_campaigns(count, seed, policy, gain, num_requests)
+            rates[name] = promoted
+            rates[name.replace("promoted", "at_first_look")] = at_first_look
         report[f"{num_requests}_requests"] = rates
     worst = max(rates["at_bar_promoted"] for rates in report.values())
     return {
         "at_bar_promoted": worst,
         "num_looks": NUM_LOOKS,
-        "first_verdict_requests": _simulate_first_verdict(trials, seed, policy),
+        "first_verdict_requests": simulate_first_verdict(trials, seed, policy),
         **report,
         "domain": _simulate_domain_guard(trials, seed, policy),
     }
@@ -408,17 +407,28 @@ def _simulate_domain_guard(trials: int, seed: int, policy: Policy) -> dict[str, 
     for num_requests in (policy.min_domain_requests, 40, 100):
         rates: dict[str, float] = {}
         for name, change in changes.items():
-            rng = np.random.default_rng(seed)
-            campaigns = [
-                _run_campaign(rng, 0.3, 60, policy, (change, num_requests)) for _ in range(trials)
-            ]
-            rates[f"{name}_promoted"] = sum(look > 0 for look in campaigns) / trials
-            rates[f"{name}_at_first_look"] = campaigns.count(1) / trials
+            rates[f"{name}_promoted"], rates[f"{name}_at_first_look"] = simulate_campaigns(
+                trials, seed, policy, 0.3, 60, (change, num_requests)
+            )
         report[f"{num_requests}_requests"] = rates
     return report
 
 
-def _simulate_first_verdict(trials: int, seed: int, policy: Policy) -> dict[str, float]:
+def simulate_campaigns(
+    trials: int,
+    seed: int,
+    policy: Policy,
+    gain: float,
+    num_requests: int,
+    abandoned: tuple[float, int] = (0.0, 0),
+) -> tuple[float, float]:
+    """Return the shares of campaigns that promote a candidate: at any look, and at the first."""
+    rng = np.random.default_rng(seed)
+    looks = [_run_campaign(rng, gain, num_requests, policy, abandoned) for _ in range(trials)]
+    return sum(look > 0 for look in looks) / trials, looks.count(1) / trials
+
+
+def simulate_first_verdict(trials: int, seed: int, policy: Policy) -> dict[str, float]:
     """Count the distinct requests until a candidate can be judged, with the learner's defaults.
 
     Returns the median and the 99th percentile. A verdict needs `records_per_candidate` requests for

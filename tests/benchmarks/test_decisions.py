@@ -16,11 +16,14 @@ from benchmarks.decisions import (
     _simulate_polls,
     main,
     simulate_baseline,
+    simulate_campaigns,
     simulate_canary,
+    simulate_first_verdict,
     simulate_gate,
     simulate_intervals,
     simulate_paces,
 )
+from redraft.online.learning.gate import Policy
 
 TRIALS = 100
 """Short runs: a rate of 2% is known to within 2.8% (two standard errors)."""
@@ -102,9 +105,11 @@ def test_candidates_at_the_bar_are_seldom_promoted_in_ten_looks():
 
 
 def test_by_default_the_gate_gives_its_first_verdict_within_200_requests_and_sees_a_gain():
-    gate = simulate_gate(40)
-    assert gate["first_verdict_requests"]["p99"] <= 200
-    assert gate["24_requests"]["gain_0.2_at_first_look"] > 0.9
+    policy = Policy()
+    assert simulate_first_verdict(40, 0, policy)["p99"] <= 200
+    assert policy.min_requests == 24
+    _, at_first_look = simulate_campaigns(40, 0, policy, 0.2, 24)
+    assert at_first_look > 0.9
 
 
 def test_equal_drafts_pass_the_comparison_with_a_baseline_and_worse_ones_do_not():
