@@ -6,7 +6,6 @@ It works where another package has a top-level `recipes`.
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import zipfile
@@ -23,6 +22,7 @@ LOAD_ENTRY_POINTS = """
 from importlib.metadata import distribution
 loaded = {f"{point.group}:{point.name}": point.load() for point in distribution("redraft").entry_points}
 print(*sorted(loaded))
+print(loaded["vllm.general_plugins:redraft"].__code__.co_filename)
 """
 
 
@@ -103,29 +103,6 @@ def test_an_installed_command_runs_beside_packages_of_the_folders_names(installe
     assert "usage: redraft train eagle3" in run_installed(
         installed, "-m", "redraft.recipes.cli", "train", "eagle3", "--help"
     )
-    where = run_installed(
-        installed, "-c", "import redraft.online.engine.plugin as plugin; print(plugin.__file__)"
-    )
-    assert Path(where.strip()).is_relative_to(installed)
-
-
-PRINT_HELPS = """
-import contextlib
-from redraft.recipes.cli.commands import list_recipes
-from redraft.recipes.cli.run import dispatch
-
-for name, _ in list_recipes():
-    with contextlib.suppress(SystemExit):
-        dispatch([*name.split(), "--help-all"])
-"""
-
-
-def test_help_of_a_wheel_names_files_that_the_wheel_has(installed: Path) -> None:
-    text = run_installed(installed, "-c", PRINT_HELPS)
-    named = set(re.findall(r"[\w./$-]*recipes/[\w./-]*\w", text))
-    assert named
-    assert not [name for name in named if not (installed / "redraft" / name).exists()]
-    assert not re.findall(r"(?:\$|`) ?make \w+", text)
 
 
 def test_a_training_of_a_wheel_starts_under_accelerate(installed: Path) -> None:
@@ -135,9 +112,11 @@ def test_a_training_of_a_wheel_starts_under_accelerate(installed: Path) -> None:
 
 
 def test_every_entry_point_of_the_wheel_loads(installed: Path) -> None:
-    assert run_installed(installed, "-c", LOAD_ENTRY_POINTS).split() == [
+    *names, where = run_installed(installed, "-c", LOAD_ENTRY_POINTS).split()
+    assert names == [
         "console_scripts:redraft",
         "vllm.endpoint_plugins:redraft",
         "vllm.general_plugins:redraft",
         "vllm.general_plugins:redraft_engine_wait",
     ]
+    assert Path(where).is_relative_to(installed)

@@ -15,6 +15,7 @@ import httpx
 import pytest
 import torch
 from parse_flags import parse
+from test_packaging import list_tracked
 from waiting import wait_until
 
 from benchmarks.studies import heads
@@ -193,7 +194,7 @@ import contextlib, io, json, sys, time
 from redraft.recipes.cli.run import dispatch
 
 shown = {{}}
-for name in {HELPS}:
+for name in {[*HELPS, "train", "adapt"]}:
     started, text = time.process_time(), io.StringIO()
     with contextlib.redirect_stdout(text):
         try:
@@ -222,6 +223,17 @@ def test_the_help_of_a_command_loads_no_heavy_library(name, shown):
     print(f"redraft {name} --help: {shown[name]['s']:.2f} s of CPU")
     assert (shown[name]["status"], shown[name]["loaded"]) == (0, [])
     assert f"usage: redraft {name} " in shown[name]["text"]
+
+
+def test_help_names_files_that_a_wheel_has(shown):
+    """Those that git tracks (tests/test_packaging.py)."""
+    text = "".join(one["text"] for one in shown.values())
+    tracked = {Path(name) for name in list_tracked("recipes")}
+    known = tracked.union(*(path.parents for path in tracked))
+    named = set(re.findall(r"[\w./$-]*recipes/[\w./-]*\w", text))
+    assert named
+    assert not [name for name in named if Path(name) not in known]
+    assert not re.findall(r"(?:\$|`) ?make \w+", text)
 
 
 @pytest.mark.parametrize("family", list_trained())
