@@ -6,14 +6,13 @@ import datetime
 import errno
 import json
 import os
-import subprocess
-import sys
-import textwrap
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from run_learner import FORKS
 
 from redraft.distill.train import run_folder
 from redraft.distill.train.loop import make_accelerator
@@ -125,40 +124,36 @@ def test_a_checkpoint_is_not_continued_on_data_or_a_target_that_changed_under_on
             )
 
 
+def open_when_told(told: Connection, folder: Path) -> None:
+    for overwrite in (False, True, False, True):
+        told.recv()
+        try:
+            RunFolder.open(folder, {}, make_accelerator(1, None, None), overwrite=overwrite)
+        except ValueError as error:
+            told.send(str(error))
+        else:
+            told.send("opened")
+
+
 def test_a_run_has_one_process_that_writes_it(tmp_path: Path) -> None:
     """Also with --overwrite: nothing of the other's run is deleted."""
     run = open_run(tmp_path / "run")
     run.save(1, lambda folder: (folder / "step").write_text("1"))
-    code = """
-        import sys
-        from pathlib import Path
-        from redraft.distill.train.run_folder import RunFolder
-        from redraft.distill.train.loop import make_accelerator
-        for overwrite in (False, True, False, True):
-            assert sys.stdin.readline()
-            try:
-                RunFolder.open(Path(sys.argv[1]), {}, make_accelerator(1, None, None), overwrite=overwrite)
-            except ValueError as error:
-                print(error, flush=True)
-            else:
-                print("opened", flush=True)
-        """
-    command = [sys.executable, "-c", textwrap.dedent(code), str(run.folder)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
-        assert other.stdin
-        assert other.stdout
+    mine, its = FORKS.Pipe()
+    other = FORKS.Process(target=open_when_told, args=(its, run.folder))
+    other.start()
 
-        def open_elsewhere() -> str:
-            print("open", file=other.stdin, flush=True)
-            return next(line for line in other.stdout if not line.startswith("training in "))
+    def open_elsewhere() -> Any:
+        mine.send("open")
+        assert mine.poll(300)
+        return mine.recv()
 
-        assert all(str(run.folder) in open_elsewhere() for _ in range(2))
-        assert run.restore(lambda folder: None) == 1
-        del run
-        assert [open_elsewhere(), open_elsewhere()] == ["opened\n", "opened\n"]
-    assert other.returncode == 0
+    assert all(str(run.folder) in open_elsewhere() for _ in range(2))
+    assert run.restore(lambda folder: None) == 1
+    del run
+    assert [open_elsewhere(), open_elsewhere()] == ["opened", "opened"]
+    other.join()
+    assert other.exitcode == 0
 
 
 def test_a_run_is_replaced_when_it_begins_and_removed_when_the_new_one_is_complete(

@@ -19,6 +19,7 @@ from waiting import until
 
 from redraft.engine.process import free_port
 from redraft.files.artifact import verify
+from redraft.recipes.cli.run import dispatch
 
 ENVIRONMENT = os.environ | {
     "REDRAFT_TOKEN": TOKEN, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3]),
@@ -152,12 +153,10 @@ def test_when_its_second_rank_is_killed_the_learner_ends_and_the_next_one_goes_o
         (["--config", "learner.toml", "--set", "trainig.lr=1"], "did you mean training?"),
     ],
 )
-def test_a_wrong_setting_is_one_line(arguments, message, tmp_path):
+def test_a_wrong_setting_is_one_line(arguments, message, tmp_path, monkeypatch, capsys):
     (tmp_path / "learner.toml").write_text('target = "t"\nregistry = "r"\nspool = "s"\n')
-    command = [sys.executable, "-m", "redraft.recipes.cli", "learner", *arguments]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=900
-    )
-    assert done.returncode == 2
-    assert message in done.stderr.splitlines()[-1]
-    assert "Traceback" not in done.stderr
+    monkeypatch.chdir(tmp_path)
+    assert dispatch(["learner", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert message in said.splitlines()[-1]
+    assert "Traceback" not in said
