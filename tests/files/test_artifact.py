@@ -1,14 +1,17 @@
 """Publication is all or nothing, and damage is named."""
 
 import errno
+import itertools
 import json
+import multiprocessing
 import os
 import random
-import signal
+import resource
 import struct
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -28,6 +31,8 @@ from redraft.files.artifact import (
 )
 from redraft.files.folder import fingerprint, read_json
 from redraft.files.lock import acquire
+
+FORK = multiprocessing.get_context("fork")
 
 
 def write_files(folder: Path) -> None:
@@ -245,21 +250,14 @@ def test_publishing_leaves_the_mode_of_files_that_others_share(tmp_path):
     ]
 
 
-PUBLISH_FOR_EVER = """
-import sys
-from pathlib import Path
-from redraft.files.artifact import publish
+def publish_for_ever(folder: Path, told: Connection) -> None:
+    def write(new: Path) -> None:
+        for i in range(8):
+            (new / f"part-{i}").write_bytes(bytes([i]) * 300_000)
 
-def write(folder):
-    for i in range(8):
-        (folder / f"part-{i}").write_bytes(bytes([i]) * 300_000)
-
-step = 0
-while True:
-    publish(Path(sys.argv[1]), write, {"step": step}, overwrite=True)
-    step += 1
-    print(step, flush=True)
-"""
+    for step in itertools.count():
+        publish(folder, write, {"step": step}, overwrite=True)
+        told.send(step)
 
 
 def test_kill_9_at_any_moment_leaves_the_folder_absent_or_complete(tmp_path):
@@ -267,14 +265,14 @@ def test_kill_9_at_any_moment_leaves_the_folder_absent_or_complete(tmp_path):
     choose = random.Random(7)
     found_complete = 0
     for _ in range(20):
-        writer = subprocess.Popen(
-            [sys.executable, "-c", PUBLISH_FOR_EVER, folder], stdout=subprocess.PIPE
-        )
-        assert writer.stdout is not None
-        writer.stdout.readline()  # it is in its loop now
+        mine, its = FORK.Pipe(duplex=False)
+        writer = FORK.Process(target=publish_for_ever, args=(folder, its))
+        writer.start()
+        its.close()
+        mine.recv()  # it is in its loop now
         time.sleep(choose.uniform(0, 0.06))
-        os.kill(writer.pid, signal.SIGKILL)
-        writer.wait()
+        writer.kill()
+        writer.join()
         if folder.exists():
             assert len(verify(folder)) == 9
             found_complete += 1
@@ -375,25 +373,25 @@ def test_a_quota_or_a_file_limit_is_a_full_disk(number: int, tmp_path: Path) -> 
         publish(tmp_path / "run", fail, {})
 
 
+def fail_to_write(folder: Path, weights: torch.Tensor, told: Connection) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    for write in (
+        lambda: write_whole(folder / "one.json", "x" * (2 << 20)),
+        lambda: publish(folder / "two", lambda new: torch.save(weights, new / "a"), {}),
+    ):
+        try:
+            write()
+        except OSError as error:
+            told.send(f"{is_full(error)} {error}")
+
+
 def test_a_failed_write_names_its_file(tmp_path: Path) -> None:
-    code = f"""
-import resource
-from pathlib import Path
-import torch
-from redraft.files.artifact import is_full, publish, write_whole
-resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-folder = Path({str(tmp_path)!r})
-for write in (
-    lambda: write_whole(folder / "one.json", "x" * (2 << 20)),
-    lambda: publish(folder / "two", lambda new: torch.save(torch.ones(1 << 20), new / "a"), {{}}),
-):
-    try:
-        write()
-    except OSError as error:
-        print(is_full(error), error)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    one, two = done.stdout.splitlines()
+    mine, its = FORK.Pipe(duplex=False)
+    writer = FORK.Process(target=fail_to_write, args=(tmp_path, torch.ones(1 << 20), its))
+    writer.start()
+    its.close()
+    one, two = mine.recv(), mine.recv()
+    writer.join()
     assert one.startswith("True ")
     assert f"{tmp_path}/one.json" in one
     assert two.startswith("True ")
