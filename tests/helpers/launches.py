@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
+from accelerate.commands.launch import launch_command, launch_command_parser
 from run_learner import FORKS
 
 from redraft.engine.process import free_port
@@ -55,14 +57,30 @@ def accelerate_launch(config: str, *options: str, nodes: int = 1) -> list[list[s
     return [[*base, *between, "--machine_rank", str(rank)] for rank in range(nodes)]
 
 
-def fork_ranks(work: Callable[..., None], *args: Any, ranks: int = 1) -> None:
+def read_launch(config: str) -> dict[str, str]:
+    """The environment in which `accelerate_launch(config)` would start torchrun."""
+    found: dict[str, str] = {}
+    asked = launch_command_parser().parse_args([*accelerate_launch(config)[0][3:], "script.py"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.distributed.run.run", lambda _: found.update(os.environ))
+        launch_command(asked)
+    return found
+
+
+def fork_ranks(
+    work: Callable[..., None],
+    *args: Any,
+    ranks: int = 1,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """Run `work(*args)` on so many ranks, without a launcher and without its imports.
 
     Each is a fork of a process that has imported PyTorch and redraft.
     """
     port = free_port()
+    environment = {**environment, **ENVIRONMENT}
     processes = [
-        FORKS.Process(target=_as_rank, args=(rank, ranks, port, work, args))
+        FORKS.Process(target=_as_rank, args=(rank, ranks, port, environment, work, args))
         for rank in range(ranks)
     ]
     for process in processes:
@@ -77,9 +95,14 @@ def fork_ranks(work: Callable[..., None], *args: Any, ranks: int = 1) -> None:
 
 
 def _as_rank(
-    rank: int, ranks: int, port: int, work: Callable[..., None], args: tuple[Any, ...]
+    rank: int,
+    ranks: int,
+    port: int,
+    environment: Mapping[str, str],
+    work: Callable[..., None],
+    args: tuple[Any, ...],
 ) -> None:
-    os.environ |= ENVIRONMENT
+    os.environ |= environment
     if ranks > 1:
         # What `accelerate launch` sets, too.
         own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}

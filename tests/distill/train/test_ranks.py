@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import train_on_ranks
-from launches import ROOT, accelerate_launch, fork_ranks, require, run_all
+from launches import ROOT, accelerate_launch, fork_ranks, read_launch, require, run_all
 
 SCRIPT = str(ROOT / "tests/helpers/train_on_ranks.py")
 FAMILIES = [
@@ -49,11 +49,19 @@ LAYOUTS = {
 SGD = ("--steps", "1", "--optimizer", "sgd", "--lr", "0.1")
 
 
-def train(config: str | None, output: Path, *args: str, nodes: int = 1) -> dict[str, Any]:
-    """What each family's training came to, on two processes by a config, or on one without any."""
+def train(
+    config: str | None, output: Path, *args: str, nodes: int = 1, forks: bool = False
+) -> dict[str, Any]:
+    """What each family's training came to, on two processes by a config, or on one without any.
+
+    With `forks`, they have the environment of accelerate's launcher, but are forks.
+    """
     name, options = (config or "").removesuffix("-offload"), CONFIGS.get(config or "", ())
     if config is None:
         fork_ranks(train_on_ranks.main, train_on_ranks.parse([str(output), *args]))
+    elif forks:
+        work = train_on_ranks.parse([str(output), *args])
+        fork_ranks(train_on_ranks.main, work, ranks=2, environment=read_launch(config))
     else:
         require(name)
         run_all(accelerate_launch(name, *options, nodes=nodes), [SCRIPT, str(output), *args])
@@ -103,7 +111,8 @@ def chosen(results: dict[str, Any], families: list[str]) -> dict[str, Any]:
 def test_sharded_drafts_take_the_step_of_one_process(config: str, tmp_path: Path) -> None:
     families = ["standalone", "eagle3", "dspark"]
     one = train(None, tmp_path / "one", *families, *SGD)
-    assert_same(one, train(config, tmp_path / "two", *families, *SGD), 1e-6)
+    two = train(config, tmp_path / "two", *families, *SGD, forks=config == "fsdp2")
+    assert_same(one, two, 1e-6)
 
 
 def test_muon_moves_the_matrices_of_two_ranks_as_those_of_one(tmp_path: Path) -> None:
