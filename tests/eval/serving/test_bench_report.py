@@ -205,6 +205,19 @@ def test_the_report_names_the_draft_that_pays_as_measured_on_other_prompts(tmp_p
     assert "1 of 6 outputs differ" in wrong
 
 
+def test_each_row_of_a_table_has_a_cell_for_each_column(tmp_path: Path) -> None:
+    page = read_page(tmp_path, make_report(PAYS, PAYS, lossless=make_lossless(TIE)))
+    tables = re.findall(r"<table>(.*?)</table>", page, re.DOTALL)
+    assert len(tables) > 2
+    for table in tables:
+        widths = [row.count("<t") for row in re.findall(r"<tr>(.*?)</tr>", table)]
+        assert len({*widths}) == 1
+    # tokens/s, accepted/s, rows per token, first token, tau, step
+    (plain, _) = re.findall(r'row">no draft</th>.*?</tr>', page)
+    cells = re.findall(r"<td>(.*?)</td>", plain)
+    assert (cells[5], cells[6], cells[8]) == ("0.0", "1.00", "1.00")
+
+
 def test_the_report_follows_its_schema_and_equal_reports_give_equal_bytes(tmp_path: Path) -> None:
     schema = json.loads(Path(bench_report.__file__).with_name("bench.schema.json").read_text())
     assert schema == make_schema(), "write it again: python -m redraft.eval.serving.bench_report"
