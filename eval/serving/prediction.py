@@ -145,13 +145,17 @@ def predict(candidate: Candidate, results: Results, loads: Sequence[int]) -> Cho
         for load, its in counts.items()
     }
     config: Mapping[str, Any] = candidate.speculative_config
-    words = f"up to {k} tokens, as found"
+    words = (
+        f"{k} tokens, of which vLLM chooses those to verify"
+        if adaptive.KEY in config
+        else f"up to {k} tokens, as found"
+    )
     if not candidate.chooses_length:
         advice = by_load[loads[0]]
         config, words = advice.speculative_config(candidate.config) or config, advice.sentence
     # 4. Compute the speed of whole answers, including the prefills.
     by_tokens: dict[int, list[Prediction]] = {}
-    adaptive: dict[int, AdaptivePrediction] = {}
+    predictions: dict[int, AdaptivePrediction] = {}
     for load, advice in by_load.items():
         rows = [row for row in advice.table if row.batch_size == load]
         tokens = measured[load].tokens_per_request
@@ -161,8 +165,8 @@ def predict(candidate: Candidate, results: Results, loads: Sequence[int]) -> Cho
             best = predict_adaptive(
                 candidate.curve, costs, batch_size=load, num_speculative_tokens=k
             )
-            adaptive[load] = _add_prefill(best, rows[0], *prefills)
-    return Choice(candidate, measured, costs, by_tokens, words, config, adaptive)
+            predictions[load] = _add_prefill(best, rows[0], *prefills)
+    return Choice(candidate, measured, costs, by_tokens, words, config, predictions)
 
 
 def _decode_step_s(results: Results, server: str, load: int, prefill_s: float) -> float:

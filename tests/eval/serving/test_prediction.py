@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from redraft.engine import adaptive
 from redraft.engine.counts import AcceptanceCounts
 from redraft.engine.measure import Measurement, Output, find_full_load
 from redraft.engine.prompts import Prompt
@@ -280,6 +281,28 @@ def test_adaptive_verification_is_predicted_beside_the_fixed_numbers_and_advised
     assert 8 in wins
     assert len(said) == len(wins)
     assert all("--pace adaptive" in line and "verified rows per token" in line for line in said)
+
+
+def test_adaptive_verification_is_measured_by_the_rows_that_vllm_verified() -> None:
+    """100 steps with 50 accepted of 120 verified tokens, where 300 were drafted, of 12 ms."""
+    rounds = make_rounds("head", {1: 12.0, 8: 12.0}, (40, 8, 2))
+    for load in LOADS:
+        for number, run in enumerate(rounds["head", load]):
+            outputs = [
+                replace(one, counts=replace(one.counts, num_draft_tokens=120))
+                for one in run.outputs
+            ]
+            rounds["head", load][number] = replace(run, outputs=outputs)
+    candidate = replace(HEAD, config={**HEAD.config, adaptive.KEY: True})
+    choice = predict(candidate, rounds, LOADS)
+    for load in LOADS:
+        found = choice.measured[load]
+        assert (found.tau, found.rows_per_token) == pytest.approx((1.5, 2.2 / 1.5))
+        assert found.accepted_per_s == pytest.approx(found.tokens_per_s / 3)
+        assert [row.num_speculative_tokens for row in choice.by_tokens[load]] == [0, 3]
+    assert choice.advice == "3 tokens, of which vLLM chooses those to verify"
+    assert choice.speculative_config[adaptive.KEY]
+    assert choice.speculative_config["num_speculative_tokens"] == 3
 
 
 def test_the_drafts_that_pay_are_confirmed_in_the_order_of_their_speed_at_one_request() -> None:
