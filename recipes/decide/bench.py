@@ -67,16 +67,18 @@ from redraft.files.kept import fingerprint_path
 from redraft.files.progress import Progress
 from redraft.files.replaced import PREVIOUS, drop_previous, start_over
 from redraft.files.target_folder import TargetFolder
+from redraft.heads.catalog import find_family
 from redraft.heads.doctor.checks import first_cure
 from redraft.heads.families.retrieval import FOLDER
 from redraft.online.engine.config import PLUGIN_NAME
-from redraft.recipes.decide.bench_config import BenchConfig
+from redraft.recipes.decide.bench_config import BenchConfig, parse_trained
 from redraft.recipes.decide.candidates import (
     Making,
     finished_drafts,
     give_acceptance,
     make_lookups,
     make_trained,
+    trained_family,
 )
 from redraft.recipes.demo.parts import ANSWERS, make_target, question, read_origin, read_problems
 from redraft.recipes.serve.vllm_flags import read_flags
@@ -206,16 +208,29 @@ def read_finished(
 
 
 def require_pace(cfg: BenchConfig, target: str) -> None:
-    """Raise ValueError if no draft of this benchmark can be verified adaptively."""
+    """Raise ValueError unless there is a model to verify adaptively, and all of them can be."""
     if cfg.pace != "adaptive":
         return
     flags = read_flags(cfg.vllm_args)
-    configs = [DraftSource.parse(source).speculative() for source in cfg.draft]
-    configs += [{"method": "draft_model"}] if cfg.train else []
-    obstacles = [adaptive.find_obstacle(flags, target, config) for config in configs]
-    if "" not in obstacles:
-        obstacle = obstacles[0] if obstacles else adaptive.UNSURE
-        raise ValueError(f"--pace adaptive {obstacle}, or use --pace off")
+    configs = {f"--draft {source}": DraftSource.parse(source).speculative() for source in cfg.draft}
+    configs |= {
+        f"--train {name}": find_family(trained_family(name)).speculative
+        for name in cfg.train
+        if parse_trained(name).lookup is None
+    }
+    models = {
+        name: config
+        for name, config in configs.items()
+        if not Candidate(name, name, config, cfg.num_speculative_tokens).chooses_length
+    }
+    obstacles = {
+        name: adaptive.find_obstacle(flags, target, config)
+        for name, config in (models or {"": {"method": NGRAM}}).items()
+    }
+    name, obstacle = next((item for item in obstacles.items() if item[1]), ("", ""))
+    if obstacle:
+        which = f" (for {name})" if "" in obstacles.values() else ""
+        raise ValueError(f"--pace adaptive {obstacle}{which}, or use --pace off")
 
 
 def drop_curve(candidate: Candidate, cfg: BenchConfig, target: str) -> Candidate:
@@ -225,7 +240,7 @@ def drop_curve(candidate: Candidate, cfg: BenchConfig, target: str) -> Candidate
 
 
 def verify_adaptively(candidate: Candidate) -> Candidate:
-    """Return the same draft, with adaptive verification unless it is a lookup."""
+    """Return the same draft, with adaptive verification unless it has a lookup."""
     if candidate.chooses_length:
         return candidate
     config = {**candidate.config, adaptive.KEY: True}

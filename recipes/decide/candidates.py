@@ -197,16 +197,13 @@ def training_command(making: Making, name: str) -> list[str]:
     """
     assert making.answers is not None, "training without answers was rejected earlier"
     cfg, tokens = making.cfg, str(making.cfg.num_speculative_tokens)
+    family, own = trained_family(name), list[str]()
     if found := LAYERS.fullmatch(name):
-        family, own = (
-            "standalone",
-            ["--draft.layers", *map(str, spread(int(found[1]), making.target)), *FROM_LAYERS],
-        )
+        own = ["--draft.layers", *map(str, spread(int(found[1]), making.target)), *FROM_LAYERS]
     elif found := HEAD.fullmatch(name):
-        family, own = found[1], ["--draft-vocab-size", str(1024 * int(found[2]))]
-        own += OWN_FLAGS[found[1]](cfg.num_speculative_tokens) if found[1] in OWN_FLAGS else []
-    else:
-        family, own = "medusa", OWN_FLAGS[name](cfg.num_speculative_tokens)
+        own = ["--draft-vocab-size", str(1024 * int(found[2]))]
+    if family in OWN_FLAGS:
+        own += OWN_FLAGS[family](cfg.num_speculative_tokens)
     command = [
         *("-m", "redraft.recipes.train", family, "--target", making.target.name),
         *("--output", str(cfg.output / name), *own),
@@ -243,6 +240,15 @@ def training_command(making: Making, name: str) -> list[str]:
         ),
     ]
     return with_flags(command, cfg.flags)
+
+
+def trained_family(name: str) -> str:
+    """Return the family of a draft of --train."""
+    source = parse_trained(name).source
+    if LAYERS.fullmatch(source):
+        return "standalone"
+    found = HEAD.fullmatch(source)
+    return found[1] if found else source
 
 
 def with_flags(command: Sequence[str], flags: Sequence[str]) -> list[str]:

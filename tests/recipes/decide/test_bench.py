@@ -681,7 +681,15 @@ def test_adaptive_verification_is_refused_before_the_start_and_asked_for_models_
     lora = BenchConfig(train=("layers-2",), pace="adaptive", vllm_args=("--enable-lora",))
     with pytest.raises(ValueError, match="--enable-lora"):
         bench.require_pace(lora, str(tiny_target))
-    bench.require_pace(BenchConfig(train=("layers-2",), pace="adaptive"), str(tiny_target))
+    fits = ("layers-2", "eagle3-4k", "ngram+eagle3-4k:2")
+    bench.require_pace(BenchConfig(train=fits, pace="adaptive"), str(tiny_target))
+    for other in ("medusa", "peagle-4k"):
+        cfg = BenchConfig(train=(*fits, other), pace="adaptive")
+        with pytest.raises(ValueError, match=rf"V2 model runner.*for --train {other}\b"):
+            bench.require_pace(cfg, str(tiny_target))
+    mixed = BenchConfig(train=("ngram+eagle3-4k",), pace="adaptive")
+    with pytest.raises(ValueError, match="draft with a confidence"):
+        bench.require_pace(mixed, str(tiny_target))
     model = Candidate("m", "m", {"method": "draft_model", "model": "m"}, 2, given=(0.5, 0.2))
     found = bench.verify_adaptively(model)
     assert found.speculative_config[adaptive.KEY]
@@ -689,6 +697,9 @@ def test_adaptive_verification_is_refused_before_the_start_and_asked_for_models_
     assert found.given is None
     ngram = Candidate("n", "n", {"method": "ngram"}, 2)
     assert bench.verify_adaptively(ngram) == ngram
+    head = {"method": "eagle3", "model": "m"}
+    first = Candidate("f", "f", mix(Ngram().speculative_config, head, HeadLimits()), 2)
+    assert bench.verify_adaptively(first) == first
     curve = (AdaptivePoint(threshold=0.0, tau=2.0, rows=3.0),)
     told = replace(model, curve=curve)
     assert bench.drop_curve(told, BenchConfig(), str(tiny_target)).curve == curve
