@@ -30,9 +30,12 @@ from redraft.online.records.record import PADDING, Sampling, read_frames
 from redraft.online.records.spool import spool_files
 
 V, K, D, LAYERS, SLOTS = 40, 3, 4, 2, 8
-LENGTHS = {"a": 5, "b": 3, "grammar": 4, "joined": 6, "chunked": 9}
-"""Prompts. `grammar` is not recorded, and all but its first draft token are invalid. `joined` has a
-draft that nobody proposed. `chunked` is read in chunks."""
+LENGTHS = {"a": 5, "b": 3, "grammar": 4, "joined": 6, "chunked": 9, "masked": 7}
+"""Prompts. `grammar` is not recorded, and all but its first draft token are invalid; the same holds
+for `masked`, which is recorded. `joined` has a draft that nobody proposed. `chunked` is read in
+chunks."""
+
+CONSTRAINED = ("grammar", "masked")
 
 ANSWER = 24
 CHUNK = 4
@@ -141,7 +144,8 @@ class Server:
                 places.append(j)
                 slots.append(slot)
                 rows.append(find_logits(known + drafts[:j]))
-                is_valid = name != "grammar" or j < 2  # the row of an invalid token gives nothing
+                # the row of an invalid token gives nothing
+                is_valid = name not in CONSTRAINED or j < 2
                 if is_end and is_valid and found == drafts[:j]:
                     found.append(int(rows[-1].argmax()))
             samples.append(found)
@@ -181,13 +185,18 @@ class Server:
             sampled_token_ids=sampled_BK, num_sampled=torch.tensor([*map(len, samples)])
         )
         self.hooks._padded = frozenset({"joined"} if number == 1 else ())
-        is_invalid = [
-            names[slot] == "grammar" and j > 1 for slot, j in zip(slots, places, strict=True)
-        ]
+        is_masked = [names[slot] in CONSTRAINED for slot in slots]
+        is_invalid = [masked and j > 1 for masked, j in zip(is_masked, places, strict=True)]
         drafted = () if budget == 0 else (self.draft_logits.clone(), torch.tensor(is_invalid))
         streams = torch.stack(states, 1)
-        # 3. The hooks, and the buffers of the next step.
-        self.hooks.sampled(output, torch.stack(rows), batch, *drafted)
+        # 3. The hooks, and the buffers of the next step. The grammar's mask is applied in place.
+        logits_RV = torch.stack(rows)
+        self.hooks._mask = lambda masked_RV, *_: masked_RV.masked_fill_(
+            torch.tensor(is_masked)[:, None], -torch.inf
+        )
+        if constrained := [name for name in names if name in CONSTRAINED]:
+            self.hooks.mask(logits_RV, batch, constrained)
+        self.hooks.sampled(output, logits_RV, batch, *drafted)
         self.hooks.propose(None, None, None, streams[-1], list(streams))
         self.cu_num_logits.fill_(99)
         self.query_start_loc.fill_(99)
@@ -252,6 +261,11 @@ def collect_rows(records):
     return rows, states, kinds
 
 
+def drop_last(states):
+    """The tokens with states but for an answer's last, which is read only as an accepted draft."""
+    return {(name, place) for name, place in states if place < LENGTHS[name] + ANSWER - 1}
+
+
 @pytest.fixture(scope="module")
 def untrimmed(tmp_path_factory):
     server = Server(tmp_path_factory.mktemp("untrimmed"), as_scheduled)
@@ -272,12 +286,17 @@ def test_adaptive_verification_records_each_verified_row_as_without_it(untrimmed
         assert {key: found[key] for key in both} == {key: all_of[key] for key in both}
     text = {key for key in rows if len(key) == 2}
     assert text == {key for key in found_rows if len(key) == 2}, "each token of an answer has a row"
-    assert found_states.keys() == states.keys()
+    assert drop_last(found_states) == drop_last(states)
     assert {key[0] for key in found_rows} == {*LENGTHS} - {"grammar"}
     assert found_kinds["drafts"] < kinds["drafts"]
     assert kinds["padded"] == K + 1, "rows of the draft that nobody proposed"
     assert 0 < found_kinds["padded"] <= K + 1
     assert found_kinds["accepted"] > 0
+    of_masked = [row for key, row in found_rows.items() if key[0] == "masked" and len(key) == 2]
+    for _, log_probs, log_sum_exp in of_masked:
+        values = np.frombuffer(log_probs + log_sum_exp, np.float32)
+        assert np.isfinite(values).all(), "from before the mask"
+    assert len(of_masked) == ANSWER
 
 
 def test_a_confidence_learns_the_same_beside_adaptive_verification(untrimmed, tmp_path):
@@ -295,7 +314,12 @@ def test_a_confidence_learns_the_same_beside_adaptive_verification(untrimmed, tm
     for name, text in all_of.items():
         assert len(text.rows_R) >= ANSWER - 1
         for part, value in vars(text).items():
-            np.testing.assert_array_equal(getattr(found[name], part), value)
+            ours = getattr(found[name], part)
+            if part == "hidden_HLD":  # but for the last token (`drop_last`)
+                num_read = LENGTHS[name] + ANSWER - 1
+                assert min(len(ours), len(value)) >= num_read
+                ours, value = ours[:num_read], value[:num_read]
+            np.testing.assert_array_equal(ours, value)
 
 
 def test_adaptive_verification_of_nothing_records_text_alone(untrimmed, tmp_path):
