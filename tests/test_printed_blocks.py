@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 WITHOUT_ENGINE = ROOT / "tests/helpers/without_engine"
 
 LEFT_OUT = {
-    r"git clone|make env|(uv )?pip install|pre-commit": "installs from the network",
+    r"make env|(uv )?pip install|pre-commit": "installs from the network",
     r"make |.venv/bin/python -m pytest": "minutes to an hour; CI runs check, test and docs",
     r"redraft (up|eval|bench|regenerate|adapt|serve-features) ": "starts vLLM",
     r"docs/(fleet|online).md: redraft serve|redraft serve .*\+HEAD": "reads a registry or a head of "
@@ -40,12 +40,13 @@ LEFT_OUT = {
     r"python recipes/rl_grpo.py": "needs a running server and trl",
     r"for i in 1 2; do|until curl|python ask.py|redraft fleet rollback": "needs the two servers of "
     "the tutorial",
+    r"curl ": "needs a running server",
     r"kill %1": "the test ends the jobs",
     r"redraft fleet (watch|probe) ": "names machines",
     r"redraft (tap|data score) ": "needs a server, or what was recorded of one",
     r"docs/(agents|online).md: (redraft learner --config|until)": "reads settings that the reader has "
     "edited",
-    r"cd recipes/deploy|for image|kubectl": "needs a registry and a cluster",
+    r"docker|cd recipes/deploy|for image|kubectl": "needs a registry and a cluster",
 }
 """Commands that the test does not run, as the beginning of each, and the reason."""
 

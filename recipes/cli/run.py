@@ -346,7 +346,7 @@ def describe_error(error: BaseException) -> str | None:
 
 
 def format_help() -> str:
-    lines = ["Train draft models for speculative decoding, prove them in vLLM,"]
+    lines = ["Train draft models for speculative decoding, measure them in vLLM,"]
     lines += ["and keep them up to date with live traffic.", ""]
     lines += ["usage: redraft COMMAND [flags]"]
     width = max(map(len, COMMANDS))
