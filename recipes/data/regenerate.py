@@ -68,9 +68,16 @@ def answer(
 ) -> None:
     if cfg.overwrite:
         finished_keys(cfg.output, None)  # raises if this command did not write the file
+    max_tokens, length = cfg.max_tokens, read_length(cfg.target) if cfg.target else None
+    if length is not None and max_tokens >= length:
+        max_tokens = length // 2
+        print(
+            f"{cfg.target} can read {length:,} tokens: answers have at most {max_tokens:,} "
+            f"(--max-tokens is {cfg.max_tokens:,})"
+        )
     sampling = Sampling(
         temperature=cfg.temperature,
-        max_tokens=cfg.max_tokens,
+        max_tokens=max_tokens,
         template_options=cfg.template_options,
     )
     with serve_answers(cfg) as (url, model):
@@ -131,6 +138,12 @@ def identify(cfg: RegenerateConfig) -> str:
     return hash_key([fingerprint(folder), files, cfg.vllm_args])[:16]
 
 
+def read_length(target: str) -> int:
+    """Return the number of tokens of a prompt and its answer in a server started here."""
+    limit: int = load_text_config(target).max_position_embeddings
+    return min(limit, MAX_MODEL_LEN)
+
+
 @contextmanager
 def serve_answers(cfg: RegenerateConfig) -> Iterator[tuple[str, str | None]]:
     """Yield (URL, model name) of the server to ask.
@@ -140,13 +153,12 @@ def serve_answers(cfg: RegenerateConfig) -> Iterator[tuple[str, str | None]]:
     if cfg.target is None:
         yield cfg.url or DEFAULT_URL, cfg.model
         return
-    limit = load_text_config(cfg.target).max_position_embeddings
     log = cfg.output.with_suffix(".vllm.log")
     print(f"vLLM serves {cfg.target}; its log is {log}")
     with vllm_server(
         cfg.target,
         log=log,
-        max_model_len=min(limit, MAX_MODEL_LEN),
+        max_model_len=read_length(cfg.target),
         max_num_seqs=cfg.concurrency,
         # Fraction of a CPU's memory. `vllm_server` ignores it on a GPU, where vLLM's default
         # applies.

@@ -54,7 +54,7 @@ def test_the_engine_is_started_for_a_target_and_stopped(
         with teaching(Answering(model=target)) as teacher:
             started.append(options)
             yield VllmServer(url=teacher.url, model=target, dtype="auto", num_speculative_tokens=0)
-        started.append({})
+            started.append({"max_tokens": {request["max_tokens"] for request in teacher.requests}})
 
     monkeypatch.setattr(regenerate, "vllm_server", serve)
     output, limit = tmp_path / "answers.jsonl", 512
@@ -73,7 +73,7 @@ def test_the_engine_is_started_for_a_target_and_stopped(
     assert (options["max_num_seqs"], options["extra_args"]) == (5, ("--x",))
     assert "dtype" not in options, "the type of training"
     assert options["max_model_len"] == limit
-    assert stopped == {}
+    assert stopped == {"max_tokens": {limit // 2}}, "as many as the context has room for"
 
 
 def test_answers_of_another_target_behind_the_same_name_are_not_continued(
