@@ -17,7 +17,7 @@ They count how often a decision is wrong, since the truth is known.
 
 Requests differ as on the demo's target: the standard deviation of tau is 0.46 between requests with
 28 drafts each, and 0.41 between arbitrarily long requests. Seeds are fixed, so the same code prints
-the same numbers.
+the same numbers. After a kill, run the same command again: it keeps the finished parts.
 
 T = trials, N = prompts or requests, P = polls.
 """
@@ -27,6 +27,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ from benchmarks.served import ServedCase, measure_served
 from redraft.engine.counts import AcceptanceCounts
 from redraft.eval.intervals import estimate_gain, estimate_ratio
 from redraft.eval.report.regression import Counted, Draft, PromptId, Report, Target, compare_reports
+from redraft.files.kept import compute_once
 from redraft.online.fleet.rollout import (
     MIN_POLLS,
     Finding,
@@ -108,31 +110,26 @@ class Config:
 
 
 def main(cfg: Config) -> None:
-    report = {**simulate(cfg.trials, cfg.seed), "doctor": measure_doctor()}
-    if cfg.engine:
-        report["served"] = measure_served(ServedCase(seed=cfg.seed), cfg.output / "served")
-    for name, section in report.items():
-        print(f"{name}: {json.dumps(section)}")
-    write_results(cfg.output / "report.json", report)
-
-
-def simulate(trials: int, seed: int = 0) -> dict[str, Any]:
-    """Return the rates of wrong decisions, and of right decisions if these show the cost."""
-    parts: Mapping[str, Callable[[int, int], dict[str, Any]]] = {
-        "canary": simulate_canary,
-        "paces": simulate_paces,
-        "adaptive": lambda trials, seed: simulate_adaptive(max(1, trials // 4), seed),
-        "gate": simulate_gate,
-        "baseline": simulate_baseline,
-        "sleep": simulate_sleep,
-        "intervals": simulate_intervals,
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "canary": lambda: simulate_canary(cfg.trials, cfg.seed),
+        "paces": lambda: simulate_paces(cfg.trials, cfg.seed),
+        "adaptive": lambda: simulate_adaptive(max(1, cfg.trials // 4), cfg.seed),
+        "gate": lambda: simulate_gate(cfg.trials, cfg.seed),
+        "baseline": lambda: simulate_baseline(cfg.trials, cfg.seed),
+        "sleep": lambda: simulate_sleep(cfg.trials, cfg.seed),
+        "intervals": lambda: simulate_intervals(cfg.trials, cfg.seed),
+        "doctor": measure_doctor,
     }
-    report = {}
+    if cfg.engine:
+        parts["served"] = lambda: measure_served(ServedCase(seed=cfg.seed), cfg.output / "served")
+    kept, report = cfg.output / "kept", {}
+    kept.mkdir(parents=True, exist_ok=True)
     for name, part in parts.items():
         began_s = time.monotonic()
-        report[name] = part(trials, seed)
-        print(f"{name}: {time.monotonic() - began_s:.0f} s")
-    return report
+        report[name] = compute_once(kept, name, [cfg.trials, cfg.seed], dict[str, Any], part)
+        print(f"{name} ({time.monotonic() - began_s:.0f} s): {json.dumps(report[name])}")
+    write_results(cfg.output / "report.json", report)
+    shutil.rmtree(kept)
 
 
 # --- canary
