@@ -197,7 +197,7 @@ def test_least_squares_give_a_head_that_drafts_before_its_first_step(
     [
         ({"fc_norm": False}, {}, r"--head\.fc-norm"),
         ({"norm_before_residual": True}, {}, r"--head\.norm-before-residual"),
-        ({}, {"init_tokens": 0}, r"--init-tokens\b.*\b1\b"),
+        ({}, {"init_tokens": 0}, r"init_tokens\b.*\b1\b"),
     ],
 )
 def test_least_squares_refuse_other_flags_before_any_work(
