@@ -322,9 +322,11 @@ ELSEWHERE = {
     *("--hf-overrides", "--enable-eplb", "--weight-transfer-config", "--host", "--api-key"),
     *("--default-chat-template-kwargs", "--override-generation-config.min_p", "--root-path"),
     *("--tensor-parallel-size", "--enable-server-load-tracking"),
+    *("--lora-target-modules", "--max-loras"),
     *("--max-num-seqs", "--max-model-len"),  # all of these are vLLM flags
     "--num_processes",  # accelerate launch
     *("--max-steps", "--trainers", "--short"),  # benchmarks
+    "--updates",  # recipes/rl_grpo.py
     "--full-attention-indices",  # speculators
     "--speculative-use-rejection-sampling",  # SGLang
     "--help-all",
