@@ -291,7 +291,8 @@ class Family:
             config = {AUX_LAYERS: nested_layers(config) or config[AUX_LAYERS]}
         *sections, last = self.layers_key.split(".")
         for section in sections:
-            config = config[section]
+            # As in vLLM, a key at the top level counts unless the section has it.
+            config = {**config, **(config.get(section) or {})}
         return [layer + self.layers_offset for layer in config[last]]
 
     def states_shape(self, config: Mapping[str, Any]) -> tuple[int, int]:

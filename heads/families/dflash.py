@@ -349,7 +349,7 @@ class DFlash(nn.Module):
             **served,
             "redraft": self._training(served),
         }
-        write_head(folder, tensors, config, dtype or self.fc.weight.dtype, self.float32)
+        write_head(folder, tensors, config, dtype or self.fc.weight.dtype, self.float32, like)
 
     def _training(self, served: Mapping[str, Any]) -> dict[str, Any]:
         rotation = {
@@ -403,9 +403,10 @@ class DFlash(nn.Module):
         Raises:
             ValueError: its attention is not supported here.
         """
-        # A DSpark head without a Markov head (markov_rank 0) has its keys at the top level.
+        # A DSpark head without a Markov head (markov_rank 0) has its keys at the top level, and its
+        # anchor proposes a token by default.
         section = {**config, **(config.get(SECTION) or {})}
-        if config.get("sample_from_anchor") or section.get("sample_from_anchor"):
+        if section.get("sample_from_anchor", "markov_rank" in section):
             raise ValueError(
                 f"{folder}: the anchor proposes a token (sample_from_anchor), which neither "
                 f"redraft nor vLLM supports for DFlash"

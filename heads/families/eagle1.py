@@ -122,7 +122,8 @@ class Eagle1(nn.Module):
             "architectures": ["LlamaForCausalLM"],
             "redraft": training,
         }
-        write_head(folder, weights or self.state_dict(), config, dtype or self.fc.weight.dtype)
+        tensors, stored = weights or self.state_dict(), dtype or self.fc.weight.dtype
+        write_head(folder, tensors, config, stored, like=like)
 
     @staticmethod
     def load(folder: Path, target: Target) -> Eagle1:

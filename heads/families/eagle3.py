@@ -16,7 +16,7 @@ B = batch, T = tokens, L = aux layers, D = hidden, V = target vocabulary, W = dr
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from redraft.files import speculators
-from redraft.files.folder import TRAINED_WITH, read_config, trained_with
+from redraft.files.folder import TRAINED_WITH, read_config, tensor_files, trained_with
 from redraft.files.foreign import AUX_LAYERS, SECTION, nested_layers
 from redraft.files.tensors import load_into, read_tensors, write_head
 from redraft.files.windows import (
@@ -263,7 +263,8 @@ class Eagle3(nn.Module):
 
         The layout "vllm" omits the embeddings, and also the head unless it was trained, because
         vLLM shares the target's. The layout "speculators" of the package with this name contains
-        both. It also contains the target's name and `num_speculative_tokens`.
+        both. It also contains the target's name and `num_speculative_tokens`. With `like`, the
+        tensors have the names that they have there.
         """
         tensors = self._tensors(weights or self.state_dict())
         if layout == "speculators" or (like and speculators.MARK in read_config(like)):
@@ -280,7 +281,9 @@ class Eagle3(nn.Module):
             }
         else:
             config = self._vllm_config()
-        write_head(folder, tensors, config, dtype or self.fc.weight.dtype)
+        if like:
+            tensors = _name_like(tensors, tensor_files(like))
+        write_head(folder, tensors, config, dtype or self.fc.weight.dtype, like=like)
 
     def _tensors(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Add a reduced vocabulary's maps, and its rows of the target's head, to the weights."""
@@ -406,6 +409,19 @@ class Checkpoint:
             {name: tensor for name, tensor in self.tensors.items() if name not in unused},
             folder,
         )
+
+
+def _name_like(tensors: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
+    """Rename the layers' tensors as in `names`, because trainers name them differently.
+
+    `read_checkpoint` reads all of these names.
+    """
+    renamed = {}
+    for name, tensor in tensors.items():
+        first = name.replace("midlayer.", "layers.0.")
+        later = re.sub(r"^(layers\.\d+)\.input_layernorm\b", r"\1.hidden_norm", name)
+        renamed[next((each for each in (name, first, later) if each in names), name)] = tensor
+    return renamed
 
 
 def read_checkpoint(folder: Path, target: Target) -> Checkpoint:

@@ -65,12 +65,17 @@ def write_head(
     config: Mapping[str, Any],
     dtype: torch.dtype,
     float32: tuple[str, ...] = (),
+    like: Path | None = None,
 ) -> None:
     """Write a head's `config.json` and `model.safetensors`.
 
     Floating-point tensors are written in `dtype`, except for those whose names begin with one of
-    the prefixes in `float32`, which are written in float32.
+    the prefixes in `float32`, which are written in float32. Tensors of the earlier export `like`
+    that the head does not have, such as copies of the target's embeddings, are written again,
+    because a server accepts only drafts with the tensors of the one that it was started with.
     """
+    if like is not None:
+        tensors = {**tensors, **read_tensors(like, tensor_files(like).keys() - tensors.keys())}
     folder.mkdir(parents=True, exist_ok=True)
     types = {name: torch.float32 if name.startswith(float32) else dtype for name in tensors}
     cast = {n: t.to(types[n]) if t.is_floating_point() else t for n, t in tensors.items()}

@@ -112,6 +112,17 @@ def count_states(config: Mapping[str, Any]) -> int | None:
     return max(reaches) if is_block else sum(reaches)
 
 
+def _layer_types(config: Mapping[str, Any], num_layers: int) -> list[str]:
+    """Return each layer's type. If a Qwen3 config has none, transformers derives them."""
+    if types := config.get("layer_types"):
+        return list(types)
+    first = num_layers
+    if config.get("model_type") == "qwen3" and config.get("use_sliding_window"):
+        # The numbers are the defaults of transformers.
+        first = config.get("max_window_layers", 28) if config.get("sliding_window", 4096) else first
+    return [SLIDING if layer >= first else EVERYTHING for layer in range(num_layers)]
+
+
 def read_windows(config: Mapping[str, Any], num_layers: int, folder: Any) -> dict[str, Any]:
     """Read the options `window` and `full_layers` from a config with transformers' keys.
 
@@ -119,7 +130,7 @@ def read_windows(config: Mapping[str, Any], num_layers: int, folder: Any) -> dic
         ValueError: the config has an unsupported kind of layer, a different number of layers, or a
             window that engines would not apply.
     """
-    types = list(config.get("layer_types") or [EVERYTHING] * num_layers)
+    types = _layer_types(config, num_layers)
     if len(types) != num_layers:
         raise ValueError(
             f"{folder}: layer_types has {len(types)} entries, but the draft has {num_layers} layers: "
@@ -152,7 +163,7 @@ def read_block_windows(config: Mapping[str, Any], folder: Any) -> dict[str, Any]
         ValueError: for the same reasons as in `read_windows`.
     """
     section, num_layers = config.get(SECTION) or {}, config["num_hidden_layers"]
-    types = list(config.get("layer_types") or [EVERYTHING] * num_layers)
+    types = _layer_types(config, num_layers)
     is_causal = config.get("is_causal")
     is_causal = section.get("causal") if is_causal is None else is_causal
     read = {**config, "layer_types": types}

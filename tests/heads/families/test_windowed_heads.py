@@ -20,7 +20,9 @@ from make_heads import make_batch, make_ids, make_random, make_signal, spread
 from safetensors.torch import load_file, save_file
 from test_dflash import rms
 from torch import Tensor
+from transformers import AutoConfig
 
+from redraft.files.folder import tensor_entries
 from redraft.files.windows import (
     EVERYTHING,
     SLIDING,
@@ -149,14 +151,21 @@ def changed_rows(head: Any, model: Any, at: int) -> list[list[int]]:
     return [(difference_T > 1e-6).nonzero().flatten().tolist() for difference_T in differences]
 
 
-@pytest.mark.parametrize("family", ["dflash", "eagle3", "peagle"])
-def test_a_change_beyond_the_window_changes_nothing_and_one_within_it_does(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("dflash", {}), ("dflash", {"is_causal": False}), ("dspark", {}), ("eagle3", {}), ("peagle", {})],
+)  # fmt: skip
+def test_a_change_beyond_the_window_changes_nothing_and_one_within_it_does(
+    family: str, options: dict[str, Any]
+) -> None:
     """A head of one layer, the states of one row changed: which rows of each step notice it."""
     window, at = 6, 4
-    head, model = make_variant(family, "plain", window=window, num_layers=1)
+    head, model = make_windowed(family, {"window": window, "num_layers": 1, **options})
     for k, rows in enumerate(changed_rows(head, model, at)):
         if family == "dflash":  # step k of row t is slot k + 1 of the anchor t + 1
             assert rows == list(range(at, at + window - 2 - k))
+        elif family == "dspark":  # and here slot k, as the anchor proposes the first token
+            assert rows == list(range(at, at + window - 1 - k))
         elif family == "peagle":  # step k of row t stands at t + k
             assert rows == list(range(at, at + window - k))
         else:  # and in EAGLE-3 reads what earlier steps of the row have seen
@@ -227,6 +236,21 @@ def test_configs_of_other_trainers_are_read(name: str) -> None:
     config, views = CONFIGS[name]
     found = read_block_windows({"num_hidden_layers": 5, **config}, Path("draft"))
     assert make_views(5, **found) == views
+
+
+@pytest.mark.parametrize("first", [0, 2, 28])
+@pytest.mark.parametrize("is_used", [True, False])
+def test_windows_that_a_qwen3_config_does_not_list_are_those_of_transformers(
+    is_used: bool, first: int
+) -> None:
+    """Without `layer_types`, the layers from `max_window_layers` on have the window."""
+    config = {"model_type": "qwen3", "num_hidden_layers": 5, "sliding_window": 512,
+              "use_sliding_window": is_used, "max_window_layers": first}  # fmt: skip
+    types = AutoConfig.for_model(**config).layer_types
+    views = tuple(View(512, True) if kind == SLIDING else View() for kind in types)
+    assert {view.window for view in views[2:]} == {512 if is_used and first < 5 else None}
+    assert served_views({**config, "dflash_config": {}}) == views
+    assert served_views(config) == tuple(replace(view, is_causal=True) for view in views)
 
 
 @pytest.mark.vllm
@@ -430,7 +454,51 @@ def test_a_dspark_head_without_a_markov_head_opens_as_dflash(layout: str, tmp_pa
     path = tmp_path / "model.safetensors"
     tensors = {name: x for name, x in load_file(path).items() if not name.startswith("markov")}
     save_file(tensors, path, {"format": "pt"})
-    assert detect_family(tmp_path).name == "dflash"
+    family = detect_family(tmp_path)
+    assert family.name == "dflash"
+    assert family.read_layers(config) == list(head.aux_layer_ids)
     loaded = find_family("dflash").draft_class().load(tmp_path, Target.from_model(model))
     assert loaded.config.views == head.config.views
     assert torch.equal(loaded.fc.weight, head.fc.weight)
+    # Without the key, DSpark's readers take the anchor for a slot that proposes a token.
+    stored = {key: value for key, value in config.items() if key != "sample_from_anchor"}
+    (tmp_path / "config.json").write_text(json.dumps({**stored, "markov_rank": 0}))
+    with pytest.raises(ValueError, match="sample_from_anchor"):
+        find_family("dflash").draft_class().load(tmp_path, Target.from_model(model))
+
+
+THEIRS = {
+    "eagle3": {"midlayer.": "layers.0.", "layers.1.input_layernorm": "layers.1.hidden_norm"},
+    "peagle": {"midlayer.": "layers.0."},
+}
+"""Names of other trainers: ModelOpt's first layer, and SpecForge's norm of the later layers."""
+
+
+@pytest.mark.parametrize("family", ["dflash", "dspark", "eagle3", "peagle"])
+def test_a_windowed_head_of_another_trainer_keeps_its_names_and_its_copies(
+    family: str, tmp_path: Path
+) -> None:
+    """A server accepts only drafts with the tensors of the one that it was started with."""
+    head, model = make_windowed(family, {"window": 9, "num_layers": 2})
+    export(head, tmp_path / "theirs", "vllm")
+    path = tmp_path / "theirs/model.safetensors"
+    tensors = load_file(path)
+    for mine, its in THEIRS.get(family, {}).items():
+        tensors = {name.replace(mine, its): tensor for name, tensor in tensors.items()}
+    target = Target.from_model(model)
+    copies = {"embed_tokens.weight": target.embed_VD.clone()}
+    if family in ("dflash", "dspark"):
+        copies["lm_head.weight"] = target.head_VD.clone()
+    save_file({**copies, **tensors}, path, {"format": "pt"})
+    loaded = find_family(family).draft_class().load(tmp_path / "theirs", target)
+    for kind, weights in (("same", None), ("other", make_random(head, seed=9).state_dict())):
+        loaded.export(tmp_path / kind, like=tmp_path / "theirs", weights=weights)
+        theirs, later = (
+            {name: (entry["dtype"], entry["shape"]) for name, entry in tensor_entries(each).items()}
+            for each in (tmp_path / "theirs", tmp_path / kind)
+        )
+        assert later == theirs
+    same, other = (load_file(tmp_path / kind / "model.safetensors") for kind in ("same", "other"))
+    stored = load_file(path)
+    assert all(torch.equal(same[name], tensor) for name, tensor in stored.items())
+    assert not torch.equal(other["fc.weight"], stored["fc.weight"])
