@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from redraft.files.folder import CONFIG, find_quantization, read_config, tensor_files
+from redraft.files.folder import CONFIG, read_config, read_quantization, tensor_files
 from redraft.files.foreign import find_foreign
 from redraft.files.target_folder import TargetFolder
 from redraft.heads.family import Family, FixedTokens, Training
@@ -345,7 +345,7 @@ def detect_family_by_tensors(names: Collection[str], folder: Path) -> Family:
     if (foreign := find_foreign(config, names)) is not None:
         raise ValueError(f"{folder} holds {foreign}")
     if (family := match_tensors(names)) is not None:
-        method = find_quantization(config)
+        method = read_quantization(folder) if config else None
         if method and family.is_head and not family.is_in_target:
             raise ValueError(
                 f"{folder} contains a quantized head ({method}), which vLLM serves; give redraft the "

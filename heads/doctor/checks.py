@@ -22,7 +22,7 @@ from redraft.heads.doctor.pair import Check, Finding, Pair
 from redraft.heads.families.mtp_layouts import detect_layout
 from redraft.heads.target import Target
 
-OF_VLLM: tuple[Check, ...] = (eagle3.nested_ids, dflash.causality)
+OF_VLLM: tuple[Check, ...] = (eagle3.nested_ids, dflash.architecture, dflash.causality)
 """Checks of settings and tensors that only vLLM reads."""
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from redraft.files.windows import SLIDING
 from redraft.heads.doctor import shared
+from redraft.heads.doctor.described import other_architecture
 from redraft.heads.doctor.eagle3 import vocabulary_map
 from redraft.heads.doctor.pair import Check, Finding, Pair
 from redraft.heads.doctor.windows import windows
@@ -95,7 +96,8 @@ def causality(pair: Pair) -> Iterator[Finding]:
     section, place = _section(pair, pair.config)
     is_said = "causal" in section or "is_causal" in pair.config
     has_windows = SLIDING in (pair.config.get("layer_types") or ())
-    if not (pair.is_speculators or is_said or has_windows):
+    # The other layouts have other keys for it.
+    if not (place == "config.json" or is_said or has_windows):
         yield Finding(
             f"{place} does not state whether attention within a block is causal, and "
             "engines have different defaults",
@@ -105,7 +107,10 @@ def causality(pair: Pair) -> Iterator[Finding]:
 
 def block_size(pair: Pair) -> Iterator[Finding]:
     """Check that the block is as long as in training."""
-    served, trained = pair.config.get("block_size"), pair.trained_with.get("block_size")
+    section, _ = _section(pair, pair.config)
+    # z-lab's newer files have it in the section.
+    served = pair.config.get("block_size") or section.get("block_size")
+    trained = pair.trained_with.get("block_size")
     if served is None or (trained is not None and served != trained):
         said = "missing" if served is None else served
         yield Finding(
@@ -145,9 +150,11 @@ def rotation(pair: Pair) -> Iterator[Finding]:
 
 def _section(pair: Pair, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     # The section is "dflash_config" for DFlash. The name is empty for DSpark and the speculators
-    # layout, which have all keys at the top level.
+    # layout, which have all keys at the top level. So has a DSpark head without a Markov head.
     name = "" if pair.is_speculators else pair.family.layers_key.rpartition(".")[0]
-    return (config.get(name) or {}, name) if name else (config, "config.json")
+    if not name or (name not in pair.config and LAYERS in pair.config):
+        return config, "config.json"
+    return config.get(name) or {}, name
 
 
 def _off_by_one(key: str, section: Mapping[str, Any], trained: Mapping[str, Any]) -> str:
@@ -174,4 +181,11 @@ OF_BLOCKS: tuple[Check, ...] = (
     vocabulary_map,
 )
 
-CHECKS: tuple[Check, ...] = (*OF_BLOCKS, causality)
+
+def architecture(pair: Pair) -> Iterator[Finding]:
+    """Report `other_architecture`, unless `checks.method_flag` does."""
+    if not pair.is_speculators:
+        yield from other_architecture(pair.config, pair.family)
+
+
+CHECKS: tuple[Check, ...] = (architecture, *OF_BLOCKS, causality)

@@ -170,7 +170,10 @@ def serve(export: Export) -> str:
     if not pair.is_own_target:
         words += ["--speculative-draft-model-path", export.output]
     if name == "dflash":
-        words += ["--speculative-num-draft-tokens", pair.config["block_size"]]
+        words += [
+            "--speculative-num-draft-tokens",
+            1 + int(pair.family.max_tokens(pair.config) or 0),
+        ]
     elif name == "dspark":
         words += ["--speculative-dspark-block-size", pair.family.max_tokens(pair.config)]
     else:

@@ -19,6 +19,10 @@ class Foreign:
     name: str
     method: str | None
     """vLLM's method for this draft. None if vLLM has none."""
+    decoders: tuple[str, ...] = ()
+    """vLLM's model runners for this draft: "v1", "v2". Empty if all that serve the method do."""
+    first_vllm: str = "0.32"
+    """First vLLM that serves this draft, or the first one that redraft supports."""
     architecture: str = ""
     """Pattern that must match a name in `architectures`, or `speculators_model_type`."""
     tensors: tuple[str, ...] = ()
@@ -71,16 +75,20 @@ FOREIGN: tuple[Foreign, ...] = (
     Foreign(
         name="a DFlash2 draft (a block of masks, with convolutions and a candidate selector)",
         method="dflash",
+        decoders=("v2",),
         architecture="(?i)dflash2",
     ),
     Foreign(
         name="an XPress draft (DFlash with a refiner, for vLLM 0.33 and later)",
         method="dflash",
+        decoders=("v2",),
+        first_vllm="0.33",
         architecture="(?i)xpress",
     ),
     Foreign(
         name="a LiLiCorr draft (DFlash with a corrector)",
         method="dflash",
+        decoders=("v2",),
         architecture="(?i)lilicorr",
     ),
     Foreign(

@@ -148,6 +148,15 @@ def test_a_draft_without_a_module_here_is_told_what_it_is(name: str, tmp_path: P
     assert "\n" not in str(refused.value)
 
 
+def test_a_head_that_only_modelopts_own_file_calls_quantized_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["DFlashDraftModel"]}))
+    names = ("fc.weight", "hidden_norm.weight")
+    assert detect_family_by_tensors(names, tmp_path).name == "dflash"
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
+    with pytest.raises(ValueError, match=r"quantized head \(NVFP4\)"):
+        detect_family_by_tensors(names, tmp_path)
+
+
 def test_every_row_of_the_table_has_an_example() -> None:
     said = [find_foreign(config, names) or "" for config, names, _ in KNOWN.values()]
     assert [

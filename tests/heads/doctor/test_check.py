@@ -515,6 +515,43 @@ def test_keys_of_blocks_of_speculators_unlike_training(
         ), found
 
 
+def test_a_block_size_in_the_section_of_dflash_is_read(tmp_path: Path) -> None:
+    """As in z-lab's newer files."""
+    folders = make_pair(tmp_path, make_dflash)
+    section = {**DFLASH_SECTION, "block_size": 4}
+    edit_config(folders[1], "block_size", dflash_config=section)
+    assert findings(folders) == []
+    edit_config(folders[1], dflash_config={**section, "block_size": 8})
+    assert re.search(r"\bblock_size is 8\b", only(findings(folders)).problem)
+
+
+def test_a_dspark_head_without_a_markov_head_is_described_as_what_vllm_loads(
+    tmp_path: Path,
+) -> None:
+    folders = make_pair(
+        tmp_path,
+        lambda target: make_dspark(
+            target, block_size=4, sample_from_anchor=False, confidence_head=False
+        ),
+    )
+    edit_tensors(folders[1], "markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
+    edit_config(folders[1], "redraft", markov_rank=0)
+    finding = only(findings(folders))
+    assert "no Markov head" in finding.problem
+    assert "DFlashDraftModel" in finding.cure
+    config = json.loads((folders[1] / "config.json").read_text())
+    section = {key: config[key] for key in ("mask_token_id", "target_layer_ids")}
+    edit_config(
+        folders[1],
+        "mask_token_id",
+        "target_layer_ids",
+        "markov_rank",
+        architectures=["DFlashDraftModel"],
+        dflash_config={**section, "causal": False},
+    )
+    assert findings(folders) == []
+
+
 def make_windowed(family: str, folder: Path, layout: str, **options: Any) -> tuple[Path, Path]:
     def make(target: Target) -> Any:
         blocks = {"num_layers": 2, "mask_token_id": 95, "aux_layer_ids": (1, 2, 4), "block_size": 4}
@@ -522,6 +559,8 @@ def make_windowed(family: str, folder: Path, layout: str, **options: Any) -> tup
             return dflash.DFlash(dflash.Config(**blocks, **options), target)
         if family == "dspark":
             return dspark.DSpark(dspark.Config(**blocks, markov_rank=6, **options), target)
+        if family == "peagle":
+            return make_peagle(target, None, num_steps=3, **options)
         return eagle3.Eagle3(
             eagle3.Config(aux_layer_ids=(1, 2, 4), num_steps=3, num_layers=2, **options), target
         )
@@ -530,7 +569,7 @@ def make_windowed(family: str, folder: Path, layout: str, **options: Any) -> tup
 
 
 @pytest.mark.parametrize("layout", ["vllm", "speculators"])
-@pytest.mark.parametrize("family", ["dflash", "dspark", "eagle3"])
+@pytest.mark.parametrize("family", ["dflash", "dspark", "eagle3", "peagle"])
 def test_windows_as_in_training_are_not_reported(family: str, layout: str, tmp_path: Path) -> None:
     assert findings(make_windowed(family, tmp_path, layout, window=9)) == []
 
@@ -575,6 +614,7 @@ def test_windows_as_in_training_are_not_reported(family: str, layout: str, tmp_p
             r"all positions are \[1\].*in training they were none\b",
             "layer_types",
         ),
+        ("peagle", "", {"sliding_window": 12}, r"attend to 12\b.*window of 9\b", "9"),
         ("eagle3", "", {"layer_types": ["sliding_attention"]}, r"1 entries.*has 2\b", "per layer"),
         (
             "eagle3",
@@ -588,7 +628,7 @@ def test_windows_as_in_training_are_not_reported(family: str, layout: str, tmp_p
 def test_windows_that_vllm_reads_otherwise(
     family: str, removed: str, changed: dict[str, Any], problem: str, cure: str, tmp_path: Path
 ) -> None:
-    direction = {} if family == "eagle3" else {"is_causal": False}
+    direction = {} if family in ("eagle3", "peagle") else {"is_causal": False}
     folders = make_windowed(family, tmp_path, "speculators", window=9, **direction)
     config = json.loads((folders[1] / "config.json").read_text())
     layer = {**config["transformer_layer_config"], **changed}

@@ -386,12 +386,50 @@ def test_a_draft_that_vllm_would_serve_as_another_is_a_problem_without_a_target(
     assert re.search(r"layer 1 was trained with no window.*\n +fix: export.*layout vllm", out)
 
 
-def test_a_draft_without_a_module_here_is_named_without_a_target(tmp_path, capsys):
-    draft = write_head(tmp_path / "x", BLOCK_NAMES, architectures=["Qwen3XPressModel"])
+@pytest.mark.parametrize(
+    ("architecture", "kind", "served"),
+    [
+        ("Qwen3XPressModel", "an XPress draft", "0.33 and later, V2"),
+        ("DFlash2DraftModel", "a DFlash2 draft", "0.32 and later, V2"),
+    ],
+)
+def test_a_draft_without_a_module_here_is_named_without_a_target(
+    architecture, kind, served, tmp_path, capsys
+):
+    draft = write_head(
+        tmp_path / "x", BLOCK_NAMES, architectures=[architecture], hidden_size=4096,
+        vocab_size=151936, dflash_config={"target_layer_ids": [1, 9], "block_size": 8},
+    )  # fmt: skip
     assert status_of(str(draft)) == 1
     out = capsys.readouterr().out
-    assert re.search(r"kind +an XPress draft", out)
+    assert re.search(rf"kind +{kind}", out)
+    assert re.search(r"layout +vllm\n", out)
+    assert re.search(r"target .*4096.*151936 tokens.*\[2, 10\]", out)
+    assert re.search(rf"served +by vLLM {served}, .method.: .dflash., at most 7 tokens", out)
     assert "cannot train, forecast" in out
+
+
+def test_an_eagle_4_draft_is_named_without_a_target(tmp_path, capsys):
+    names = ("midlayer.hidden_norm.weight", "fc.weight")
+    draft = write_head(tmp_path / "x", names, architectures=["LlamaForCausalLMEagle4"])
+    assert status_of(str(draft)) == 1
+    out = capsys.readouterr().out
+    assert re.search(r"kind +an EAGLE-4 draft", out)
+    assert re.search(r"served +by no vLLM\n", out)
+
+
+def test_a_head_that_only_modelopts_own_file_calls_quantized_is_named_without_a_target(
+    tmp_path, capsys
+):
+    draft = write_head(
+        tmp_path / "x", BLOCK_NAMES, block_size=8, num_hidden_layers=1,
+        architectures=["DFlashDraftModel"], dflash_config={"target_layer_ids": [1], "causal": False},
+    )  # fmt: skip
+    assert status_of(str(draft)) == 0
+    (draft / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
+    capsys.readouterr()
+    assert status_of(str(draft)) == 1
+    assert re.search(r"weights are quantized \(NVFP4\)", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("draft", ["live", "ngram", "suffix"])
