@@ -55,10 +55,16 @@ from redraft.engine.target_dtype import open_target
 from redraft.eval.forecast.greedy import Forecast, SignalFunction
 from redraft.files.artifact import publish, publishing
 from redraft.files.checkpoint import model_class, refuse_quantised
-from redraft.files.folder import fetch_model, fingerprint, read_config
+from redraft.files.folder import fetch_model, fingerprint, read_config, trained_with
 from redraft.files.served_target import require_aux, require_positions
 from redraft.files.target_folder import TargetFolder
-from redraft.files.windows import View, require_speculators, target_window, trained_views
+from redraft.files.windows import (
+    View,
+    require_speculators,
+    require_trained_window,
+    target_window,
+    trained_views,
+)
 from redraft.heads.catalog import require_head
 from redraft.heads.families.mtp_folder import as_mimo, stitch
 from redraft.heads.family import Family, Training
@@ -407,6 +413,8 @@ def refuse(
         return machine, target, sketch_draft(family, cfg.draft, shape)
     if cfg.start_from is not None:
         require_head(cfg.start_from, family.name, target)
+        if family.layers_key:
+            _refuse_start(family, cfg.start_from, target)
     sketch = _refuse_head(family, row, cfg, target)
     if cfg.prove.engine:
         require_runner(
@@ -429,6 +437,29 @@ def _refuse_choices(family: Family, row: Training, cfg: HeadConfig[Any]) -> None
     if cfg.draft_vocab_size and row.draft_vocab_size is None:
         raise ValueError(
             f"{family.title} does not support --draft-vocab-size: it uses the target's vocabulary"
+        )
+
+
+def _refuse_start(family: Family, folder: Path, target: TargetFolder) -> None:
+    """Refuse a head whose config.json has wrong windows or target layers, before it is loaded.
+
+    Raises:
+        ValueError: the windows cannot be read, a window is larger than in training, or the target
+            does not have the layers.
+    """
+    config, count = read_config(folder), target.text_config.num_hidden_layers
+    window = next((view.window for view in trained_views(config, folder) if view.window), None)
+    require_trained_window(window, trained_with(config).get("window"), folder)
+    try:
+        layers = family.read_layers(config)
+    except KeyError:  # EAGLE-3 has default layers, and loading reports the other families'
+        return
+    first = family.layers_offset  # DFlash and DSpark cannot read the embeddings
+    if layers != sorted({*layers}) or not first <= layers[0] <= layers[-1] <= count:
+        raise ValueError(
+            f"{folder} reads the layers {layers} (k is the state after k layers), but {target.name} "
+            f"has {first} to {count}: engines count layers differently, so write the layers of the "
+            "training into config.json as vLLM counts them"
         )
 
 

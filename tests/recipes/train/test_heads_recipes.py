@@ -470,6 +470,44 @@ def test_a_head_with_a_window_trains_continues_and_keeps_it(
         train(find_family("eagle3"), cfg)
 
 
+LAYERS = {"eagle3": "eagle_aux_hidden_state_layer_ids", "dflash": "aux_hidden_state_layer_ids"}
+
+
+@pytest.mark.parametrize(
+    ("inner", "layers", "message"),
+    [
+        ({"sliding_window": 32}, None, r"a window of 32\b.*trained with a window of 16\b"),
+        ({"layer_types": ["full_attention"] * 2}, None, r"no window\b.*a window of 16\b"),
+        ({"layer_types": ["sliding_attention"]}, None, r"has 1 entries.*has 2 layers\b"),
+        ({}, [1, 3], r"layers \[1, 3\].*to 2\b.*engines count layers differently"),
+    ],
+)
+@pytest.mark.parametrize("name", ["eagle3", "dflash"])
+def test_a_start_with_other_windows_or_layers_is_one_line_before_any_work(
+    name: str,
+    inner: dict[str, Any],
+    layers: list[int] | None,
+    message: str,
+    random_target: Path,
+    data: Path,
+    tmp_path: Path,
+) -> None:
+    cfg = make_settings(name, random_target, data, tmp_path / "run", start_from=tmp_path / "draft")
+    model = AutoModelForCausalLM.from_pretrained(random_target)
+    options = replace(cfg.head, window=16, num_layers=2)
+    head = find_family(name).draft_class()(options, Target.from_model(model))
+    head.export(tmp_path / "draft", layout="speculators", target_name="target")
+    config = read_config(tmp_path / "draft")
+    config["transformer_layer_config"] |= inner
+    config |= {} if layers is None else {LAYERS[name]: layers}
+    (tmp_path / "draft/config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message) as error:
+        train(find_family(name), cfg)
+    assert str(error.value).startswith(str(tmp_path / "draft"))
+    assert len(str(error.value).splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("name", ["eagle3", "dflash"])
 def test_a_head_has_the_window_of_a_target_whose_layers_all_have_one(
     name: str, random_target: Path, data: Path, tmp_path: Path
