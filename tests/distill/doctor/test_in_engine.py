@@ -138,7 +138,10 @@ def test_the_engine_runs_in_the_type_of_the_forecast(random_target: Path, tmp_pa
 CPU, GPU = {"gpu": "none"}, {"gpu": "NVIDIA H100"}
 
 
-@pytest.mark.parametrize(("positions", "wanted"), [(1024, [304, 957]), (300, [233]), (80, [])])
+@pytest.mark.parametrize(
+    ("positions", "wanted"),
+    [(16_384, [304, 12_000]), (1024, [304, 957]), (300, [233]), (80, [])],
+)
 def test_a_head_with_windows_is_compared_where_the_engine_has_evicted_blocks(
     positions: int, wanted: list[int], random_target: Path, tmp_path: Path
 ) -> None:

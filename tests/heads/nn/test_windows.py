@@ -141,6 +141,8 @@ def test_the_keys_that_a_kernel_visits_grow_linearly_with_the_row() -> None:
     full, windowed = ([count(n, window) for n in (1024, 4096, 8192)] for window in (None, 512))
     assert [n // full[0] for n in full] == [1, 15, 63]
     assert [round(n / windowed[0], 1) for n in windowed] == [1.0, 5.0, 10.3]
+    # W T - W (W - 1) / 2
+    assert windowed == [512 * n - 512 * 511 // 2 for n in (1024, 4096, 8192)]
 
     def visited(tokens: int) -> int:
         mask = Prefixes.of(torch.zeros(1, tokens, dtype=torch.long)).within(512).blocks(tokens)

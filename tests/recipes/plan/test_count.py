@@ -163,6 +163,22 @@ def test_the_flops_of_an_eagle3_step_are_those_of_a_count_by_hand() -> None:
     assert count_flops(count_step(replace(PLAN, signal="endpoint"))) == by_hand
 
 
+def test_a_windowed_training_step_computes_the_pairs_of_its_window() -> None:
+    """W T - W (W - 1) / 2 of the T (T + 1) / 2 pairs of a full head, in both passes."""
+
+    def flops(tokens: int, window: int | None) -> int:
+        head = replace(PLAN.head, num_steps=1, window=window)
+        step = replace(PLAN, head=head, sequence_length=tokens, signal="endpoint")
+        return count_flops(count_step(step))
+
+    window, batch, heads, size = 512, 2, 4, 16
+    # Two products in the forward pass, and seven in the backward pass, as above
+    of_a_pair = (2 + 7) * 2 * batch * heads * size
+    for tokens in (1024, 4096, 8192):
+        left_out = tokens * (tokens + 1) // 2 - (window * tokens - window * (window - 1) // 2)
+        assert flops(tokens, None) - flops(tokens, window) == of_a_pair * left_out
+
+
 def test_the_flops_of_the_target_are_those_of_a_count_by_hand() -> None:
     rows, (q, kv) = 48, (64, 32)
     layer = 2 * rows * (64 * q + 2 * 64 * kv + q * 64 + 3 * 64 * 96)
