@@ -213,12 +213,12 @@ class DSpark(DFlash):
     """
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.markov_rank < 1:
             raise SettingError(
                 f"{{markov_rank}} is {self.markov_rank}: set it to 1 or more, or train a DFlash "
                 "head, which has no bias"
             )
+        super().__post_init__()
 
     @property
     def first_slot(self) -> int:

@@ -321,8 +321,8 @@ def test_another_kind_of_head_is_refused(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"markov_rank": 0}, r"rank is 0\b"),
-        ({"block_size": 0}, r"block_size to 1\b"),
+        ({"markov_rank": 0}, r"rank is 0\b.*DFlash"),
+        ({"block_size": 0}, r"block_size is 0\b.*\b1\b"),
         ({"block_size": 1, "sample_from_anchor": False}, r"block_size to 2\b"),
         ({"mask_token_id": VOCAB}, rf"mask.*\b{VOCAB}\b"),
     ],

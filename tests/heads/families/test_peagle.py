@@ -271,7 +271,8 @@ def test_vllm_reads_the_options_of_either_layout(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"mask_token_id": VOCAB}, rf"mask.*\b{VOCAB}\b.*\b{VOCAB}\b"),
-        ({"num_layers": 0}, r"num_layers.*num_steps"),
+        ({"num_layers": 0}, r"num_layers is 0\b"),
+        ({"num_steps": 1}, r"num_steps.*EAGLE-3"),
         ({"keep_ratio": 0.0}, "keep_ratio"),
         ({"aux_layer_ids": (2, 9)}, r"layers 0 to 5\b"),
     ],

@@ -341,7 +341,7 @@ def later_registry(world):
 ONE_LINE = {
     "settings torn": (torn_learner_toml, r"learner\.toml .*\bTOML \("),
     "settings binary": (binary_learner_toml, r"learner\.toml .*\bTOML: byte 10 "),
-    "settings empty": (empty_learner_toml, "`target`"),
+    "settings empty": (empty_learner_toml, "target is missing"),
     "target torn": (torn_target, r"config\.json\b"),
     "no intact version": (no_intact_version, "v000002"),
     "state of a later release": (later_state, r"state\.json .*\(layout \d+\)"),

@@ -299,12 +299,12 @@ def test_every_printed_setting_is_explained():
     [
         ("trainig.lr=1", r"\btrainig\b.*\btraining\b"),
         ("training.lrr=1", r"\btraining\.lrr\b.*\btraining\.lr\b"),
-        ("training.lr='high'", r"`float`.*`str`.*`\$\.training\.lr`"),
+        ("training.lr='high'", r"training\.lr: .*`float`.*`str`"),
         ("training.fresh_per_step=0", r"training\.fresh_per_step\b.*\b0\b.*\b1\b"),
         ("training.max_lag_records=3", r"max_lag_records is 3\b.*fresh_per_step, 4"),
         ("training.max_grad_norm=0", r"training\.lr\b.*\bmax_grad_norm is 0\b"),
         ("gate.confidence=2", r"confidence.*\b0\.5\b.*\b1\b"),
-        ("registry=3", r"path.*quotes.*`\$\.registry`"),
+        ("registry=3", r"registry: .*path.*quotes"),
         ("folder=here", "quotes"),
     ],
 )
