@@ -9,7 +9,7 @@ and z-lab's DFlash. This module uses only the standard library.
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,7 @@ class Foreign:
     name: str
     method: str | None
     """vLLM's method for this draft. None if vLLM has none."""
-    decoders: tuple[str, ...] = ()
+    decoders: tuple[Literal["v1", "v2"], ...] = ()
     """vLLM's model runners for this draft: "v1", "v2". Empty if all that serve the method do."""
     first_vllm: str = "0.32"
     """First vLLM that serves this draft, or the first one that redraft supports."""
