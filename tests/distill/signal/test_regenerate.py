@@ -27,6 +27,7 @@ from redraft.distill.data.messages import conversation_hash
 from redraft.distill.signal.endpoint import Endpoint
 from redraft.distill.signal.target_answers import Sampling, prompt_key, regenerate
 from redraft.files import progress
+from redraft.recipes.cli.run import dispatch
 from redraft.recipes.data.regenerate import RegenerateConfig
 
 
@@ -618,7 +619,9 @@ def test_a_key_that_no_header_can_have_is_refused_and_not_shown(key: str) -> Non
     ("flag", "value"),
     [("num-conversations", -1), ("max-tokens", 0), ("concurrency", 0), ("temperature", -1)],
 )
-def test_a_number_that_means_nothing_is_refused_by_its_flag(flag: str, value: int) -> None:
-    setting = {flag.replace("-", "_"): value}
-    with pytest.raises(ValueError, match=f"--{flag} is {value}"):
-        RegenerateConfig(prompts="a.jsonl", output=Path("b.jsonl"), **setting)
+def test_a_number_that_means_nothing_is_refused_by_its_flag(
+    flag: str, value: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["regenerate", "--prompts", "a.jsonl", "--output", "b.jsonl", f"--{flag}", str(value)]
+    assert dispatch(command) == 2
+    assert f"redraft: --{flag} is {value}" in capsys.readouterr().err
