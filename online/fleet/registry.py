@@ -314,10 +314,9 @@ class Registry:
             ValueError: if the version is damaged; the message names the file.
         """
         if to and to not in self.promoted():
-            raise FileNotFoundError(
-                f"{to} was not current before {self.current() or 'now'}: choose from "
-                f"{', '.join(self.promoted()) or 'none'}"
-            )
+            current, known = self.current(), ", ".join(self.promoted()) or "none"
+            never = f"not current before {current}" if current else "never current"
+            raise FileNotFoundError(f"{to} was {never}: choose from {known}")
         previous = to or self.previous()
         if not previous:
             raise FileNotFoundError(

@@ -23,6 +23,7 @@ from redraft.files.kept import hash_key
 from redraft.files.lock import wait_for
 from redraft.files.replaced import find_obstacle
 from redraft.recipes.data.regenerate_config import RegenerateConfig
+from redraft.recipes.serve.vllm_flags import read_flags
 
 MAX_MODEL_LEN = 8192  # upper limit in tokens, because each running request reserves memory
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -68,8 +69,12 @@ def answer(
 ) -> None:
     if cfg.overwrite:
         finished_keys(cfg.output, None)  # raises if this command did not write the file
-    max_tokens, length = cfg.max_tokens, read_length(cfg.target) if cfg.target else None
-    if length is not None and max_tokens >= length:
+    max_tokens = cfg.max_tokens
+    if (
+        cfg.target is not None
+        and "max_model_len" not in read_flags(cfg.vllm_args)
+        and max_tokens >= (length := read_length(cfg.target))
+    ):
         max_tokens = length // 2
         print(
             f"{cfg.target} can read {length:,} tokens: answers have at most {max_tokens:,} "

@@ -44,8 +44,16 @@ def read_answers(path: Path) -> list[str]:
     return [json.loads(line)["messages"][-1]["content"] for line in path.read_text().splitlines()]
 
 
+@pytest.mark.parametrize(
+    ("args", "max_tokens"), [(("--x",), 256), (("--max-model-len", "4096"), 2048)]
+)
 def test_the_engine_is_started_for_a_target_and_stopped(
-    source: Path, random_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    args: tuple[str, ...],
+    max_tokens: int,
+    source: Path,
+    random_target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     started: list[dict[str, Any]] = []
 
@@ -64,16 +72,16 @@ def test_the_engine_is_started_for_a_target_and_stopped(
             output=output,
             target=str(random_target),
             concurrency=5,
-            vllm_args=("--x",),
+            vllm_args=args,
         )
     )
     assert read_answers(output) == ["yes"]
     assert json.loads(output.read_text())["settings"]["model"] == str(random_target)
     options, stopped = started
-    assert (options["max_num_seqs"], options["extra_args"]) == (5, ("--x",))
+    assert (options["max_num_seqs"], options["extra_args"]) == (5, args)
     assert "dtype" not in options, "the type of training"
     assert options["max_model_len"] == limit
-    assert stopped == {"max_tokens": {limit // 2}}, "as many as the context has room for"
+    assert stopped == {"max_tokens": {max_tokens}}, "as many as the context has room for"
 
 
 def test_answers_of_another_target_behind_the_same_name_are_not_continued(
