@@ -92,8 +92,7 @@ def manifest(pair: Pair) -> Iterator[Finding]:
     try:
         verify(pair.draft)
     except ValueError as error:
-        problem, _, cure = str(error).rpartition(": ")
-        yield Finding(problem, cure)
+        yield Finding.of(error)
 
 
 def target_fingerprint(pair: Pair) -> Iterator[Finding]:

@@ -101,8 +101,7 @@ def _answers(folder: Path) -> Iterator[Finding]:
     try:
         require_answers(folder)
     except ValueError as error:
-        problem, _, cure = str(error).partition(": ")
-        yield Finding(problem, cure)
+        yield Finding.of(error)
 
 
 def _needs(config: Mapping[str, Any], family: Family, folder: Path) -> Iterator[str]:

@@ -38,6 +38,12 @@ class Finding:
     passes.
     """
 
+    @staticmethod
+    def of(message: object) -> Finding:
+        """Split an error's message at its last colon: the problem, then the fix."""
+        problem, _, cure = str(message).rpartition(": ")
+        return Finding(problem, cure)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:

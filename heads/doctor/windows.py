@@ -15,8 +15,7 @@ def view_findings(config: Mapping[str, Any], family: str) -> Iterator[Finding]:
     try:
         trained, served = trained_views(config), served_views(config)
     except ValueError as error:
-        problem, _, cure = str(error).removeprefix("the draft: ").rpartition(": ")
-        yield Finding(problem, cure)
+        yield Finding.of(str(error).removeprefix("the draft: "))
         return
     if served != trained:
         layer = next(i for i, view in enumerate(served) if view != trained[i])

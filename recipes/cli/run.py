@@ -8,6 +8,7 @@ without them too.
 
 import dataclasses
 import difflib
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -116,7 +117,7 @@ class Recipe:
     """Flags shown by `--help`, as "Class.field". None shows all flags."""
     prog: str
 
-    @property
+    @functools.cached_property
     def flags(self) -> "list[Flag]":
         """The flags of the config, without those that `parse_recipe` adds."""
         from redraft.recipes.cli.flags import list_flags, make_unchecked

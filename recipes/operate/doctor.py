@@ -168,8 +168,7 @@ def _missing(draft: "DraftSource") -> Iterator[Finding]:
     try:
         draft.require_package()
     except ValueError as error:
-        problem, _, cure = str(error).partition(": ")
-        yield Finding(problem, cure)
+        yield Finding.of(error)
 
 
 def check_alone(source: str) -> tuple[dict[str, str], list[Finding]]:
