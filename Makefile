@@ -1,6 +1,8 @@
-# One switch: ENGINE=cpu, ENGINE=cuda or ENGINE=rocm (detected by default). The rest follows from it.
-ENGINE ?= $(shell if command -v nvidia-smi >/dev/null 2>&1; then echo cuda; \
-	elif [ -e /dev/kfd ] || command -v rocm-smi >/dev/null 2>&1; then echo rocm; else echo cpu; fi)
+# One switch: ENGINE=cpu, ENGINE=cuda or ENGINE=rocm. By default, it is the engine in .venv, or else the one for this machine's
+# device. The rest follows from it.
+INSTALLED := $(patsubst .venv/.installed-%,%,$(firstword $(wildcard .venv/.installed-*)))
+ENGINE ?= $(or $(INSTALLED),$(shell if command -v nvidia-smi >/dev/null 2>&1; then echo cuda; \
+	elif [ -e /dev/kfd ] || command -v rocm-smi >/dev/null 2>&1; then echo rocm; else echo cpu; fi))
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed-$(ENGINE)
@@ -47,6 +49,7 @@ $(STAMP): pyproject.toml $(LOCKS)
 		VIRTUAL_ENV=.venv $(BIN)/uv pip install --quiet --compile-bytecode --no-deps -r requirements/torch-cpu.txt
 	VIRTUAL_ENV=.venv $(BIN)/uv pip install --quiet --no-deps --no-build-isolation -e .
 	@[ $(ENGINE) != rocm ] || $(BIN)/python requirements/rocm.py engine
+	rm -f .venv/.installed-*
 	touch $@
 
 lock:  ## write requirements/*.txt again from pyproject.toml; UPGRADE=1: with the newest versions

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -89,26 +90,40 @@ def test_a_rocm_torch_is_known_by_its_source_not_by_its_version() -> None:
 def test_make_detects_a_rocm_card_by_its_program(
     programs: tuple[str, ...], engine: str, tmp_path: Path
 ) -> None:
-    detect = re.search(r"^ENGINE \?= \$\(shell (.*?)\)$", MAKEFILE, re.MULTILINE | re.DOTALL)
-    assert detect
-    assert "-e /dev/kfd" in detect[1]
-    command = detect[1].replace("\\\n", "").replace("/dev/kfd", str(tmp_path / "kfd"))
     for name in programs:
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o755)
-
-    def run() -> str:
-        return subprocess.run(
-            ["/bin/sh", "-c", command],
-            env={"PATH": str(tmp_path)},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
-
-    assert run() == engine
+    assert "-e /dev/kfd" in MAKEFILE
+    assert find_engine(tmp_path) == engine
     (tmp_path / "kfd").touch()
-    assert run() == ("rocm" if engine == "cpu" else engine)
+    assert find_engine(tmp_path) == ("rocm" if engine == "cpu" else engine)
+
+
+def test_make_keeps_the_engine_that_was_installed(tmp_path: Path) -> None:
+    # `ENGINE=cpu make env` on a machine with a GPU decides for the commands after it, too.
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv/.installed-cpu").touch()
+    assert find_engine(tmp_path) == "cpu"
+    assert find_engine(tmp_path, ENGINE="cuda") == "cuda"
+
+
+def find_engine(folder: Path, **environment: str) -> str:
+    """Return the engine that the Makefile chooses in a folder, with only the folder's programs."""
+    makefile = MAKEFILE.replace("/dev/kfd", str(folder / "kfd"))
+    (folder / "Makefile").write_text(f"{makefile}\nchosen:\n\t@:$(info $(ENGINE))\n")
+    make = shutil.which("make")
+    assert make
+    done = subprocess.run(
+        [make, "--silent", "chosen", "SHELL=/bin/sh"],
+        cwd=folder,
+        env={"PATH": str(folder), **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.split()[0]
 
 
 def test_make_env_for_rocm_tells_what_is_missing_before_it_ends() -> None:
