@@ -99,7 +99,7 @@ def test_no_runner_serves_a_p_eagle_head_with_windows_beside_full_layers() -> No
 
 KINDS = {
     "all layers alike": [(View(512, True),) * 2, (View(),) * 2],
-    "layers with windows and full layers": [MIXED],
+    "both windowed and full layers": [MIXED],
     "any windows": [(View(512, True),) * 2, MIXED],
 }
 """Views of the layers, by their words in the table of docs/engines.md."""
