@@ -26,7 +26,7 @@ from redraft.online.fleet.rollout import (
     decide,
     estimate_loss_by_domain,
 )
-from redraft.online.fleet.server import ALARM_DRAFTS, is_alarming
+from redraft.online.fleet.server import ALARM_DRAFTS, AT_LOAD, is_alarming
 
 Array = NDArray[np.float64]
 
@@ -126,7 +126,8 @@ def watch(server: Server, load: Load) -> Window:
         counts = AcceptanceCounts.zero(NUM_TOKENS)
         for _ in range(STEPS):
             n, tried_K, accepted_K = server.step(load(poll))
-            of_load = by_load.setdefault(find_load(n), np.zeros((POLLS, NUM_TOKENS, 2)))
+            load_name = f"{AT_LOAD}{find_load(n)}"  # as in `Status.by_load`
+            of_load = by_load.setdefault(load_name, np.zeros((POLLS, NUM_TOKENS, 2)))
             of_load[poll, :, 0] += [n, *accepted_K[:-1]]
             of_load[poll, :, 1] += accepted_K
             counts += AcceptanceCounts(
@@ -164,15 +165,18 @@ def simulate_adaptive(trials: int, seed: int = 0) -> dict[str, Any]:
     """Return the rates of wrong and right decisions by load, worst first.
 
     `by_tau` is the share of equal drafts that would be rolled back if the same counts were judged
-    without the load.
+    without the load. `equal_covered` is the share of equal drafts for which the 95% interval of the
+    loss over the whole window contains 0.
     """
     cases: list[dict[str, Any]] = []
     for number, (name, (load, other)) in enumerate(CASES.items()):
         rng = np.random.default_rng([seed, number])
-        equal, worse, by_tau, alarms, windows = [], [], [], 0, 0
+        equal, worse, by_tau, covered, alarms, windows = [], [], [], 0, 0, 0
         for _ in range(trials):
             canary, control = watch(Server(rng), load), watch(Server(rng), other)
             equal.append(judge(canary.by_load, control.by_load))
+            low, high = estimate_loss_by_domain(canary.by_load, control.by_load).interval()
+            covered += low <= 0 <= high
             by_tau.append(judge(canary.by_tau, control.by_tau))
             found, looked = count_alarms([*canary.verified, *control.verified])
             alarms, windows = alarms + found, windows + looked
@@ -182,6 +186,7 @@ def simulate_adaptive(trials: int, seed: int = 0) -> dict[str, Any]:
                 "load": name,
                 "equal_rolled_back": equal.count(Finding.WORSE) / trials,
                 "equal_passed": equal.count(Finding.PASSED) / trials,
+                "equal_covered": covered / trials,
                 "by_tau_rolled_back": by_tau.count(Finding.WORSE) / trials,
                 "equal_alarmed": alarms / windows,
                 "worse_found": worse.count(Finding.WORSE) / trials,

@@ -53,8 +53,7 @@ def estimate_ratio(over_N: Array, under_N: Array) -> Estimate:
     Raises:
         ValueError: the arrays differ in length or are empty.
     """
-    value, left_out_N, freedom = _leave_one_out(over_N, under_N)
-    return Estimate(value, _error(left_out_N - value, under_N), freedom)
+    return sum_correlated([(over_N, under_N)], [1])
 
 
 def estimate_gain(over_N2: Array, under_N2: Array) -> Estimate:
@@ -65,13 +64,31 @@ def estimate_gain(over_N2: Array, under_N2: Array) -> Estimate:
     Raises:
         ValueError: the arrays differ in shape or are empty.
     """
-    (ours, ours_N, freedom), (theirs, theirs_N, other_freedom) = (
-        _leave_one_out(over_N2[:, column], under_N2[:, column]) for column in (0, 1)
-    )
-    gain_N = (ours_N - ours) - (theirs_N - theirs)
-    # A prompt counts if either draft has rows on it. Of the two degrees of freedom, the smaller is
-    # the safer choice.
-    return Estimate(ours - theirs, _error(gain_N, under_N2.max(1)), min(freedom, other_freedom))
+    columns = [(over_N2[:, column], under_N2[:, column]) for column in (0, 1)]
+    return sum_correlated(columns, [1, -1])
+
+
+def sum_correlated(ratios: Sequence[tuple[Array, Array]], weights: Sequence[float]) -> Estimate:
+    """Return the weighted sum of the ratios of these (over, under), all over the same prompts.
+
+    A prompt affects several ratios at once, so it is left out of all of them together. Their errors
+    are not independent, as `sum_weighted` would assume.
+
+    Raises:
+        ValueError: the arrays differ in length or are empty.
+    """
+    value, deviation_N = 0.0, np.zeros(len(ratios[0][0]))
+    for (over_N, under_N), weight in zip(ratios, weights, strict=True):
+        ratio, left_out_N = _leave_one_out(over_N, under_N)
+        value += weight * ratio
+        deviation_N += weight * (left_out_N - ratio)
+    under_RN = np.stack([under_N for _, under_N in ratios])
+    # The ratios with weights of one sign are one side of a comparison. Of the two degrees of
+    # freedom, the smaller is the safer choice.
+    sides = [side for side in (np.array(weights) > 0, np.array(weights) < 0) if side.any()]
+    freedom = min(_count_freedom(under_RN[side].sum(0)) for side in sides)
+    # A prompt counts if any ratio has rows on it.
+    return Estimate(value, _error(deviation_N, under_RN.max(0)), freedom)
 
 
 def subtract_independent(one: Estimate, other: Estimate) -> Estimate:
@@ -135,8 +152,8 @@ def estimate_tau_gain(
     return estimate_gain(over_N2, under_N2)
 
 
-def _leave_one_out(over_N: Array, under_N: Array) -> tuple[float, Array, float]:
-    """Return (ratio, the ratio with each prompt left out [N], degrees of freedom)."""
+def _leave_one_out(over_N: Array, under_N: Array) -> tuple[float, Array]:
+    """Return the ratio, and the ratio with each prompt left out [N]."""
     if not len(over_N) or over_N.shape != under_N.shape:
         raise ValueError(
             f"the sums must have the same shape, got {over_N.shape} and {under_N.shape}"
@@ -147,10 +164,16 @@ def _leave_one_out(over_N: Array, under_N: Array) -> tuple[float, Array, float]:
     # If one prompt has the whole denominator, leaving it out keeps the ratio, i.e. causes no
     # deviation.
     left_out_N = np.divide(over - over_N, rest_N, out=np.full(len(over_N), value), where=rest_N > 0)
+    return value, left_out_N
+
+
+def _count_freedom(under_N: Array) -> float:
+    """Return the degrees of freedom of an error over these prompts, at least 1."""
     # This is Kish's effective number: 16 equal prompts count as 16, and one long prompt among empty
     # ones counts as 1.
+    under = under_N.sum()
     num_effective = under**2 / np.square(under_N).sum() if under > 0 else 0.0
-    return value, left_out_N, max(1.0, float(num_effective) - 1)
+    return max(1.0, float(num_effective) - 1)
 
 
 def _error(deviation_N: Array, under_N: Array) -> float:

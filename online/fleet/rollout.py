@@ -25,7 +25,8 @@ both groups had drafted equally many tokens.
 With adaptive verification, every number depends on the load, because vLLM does not verify the
 tokens that are least likely to be accepted: as the load rises, tau falls, and the accepted share of
 the verified tokens rises. Such servers are therefore compared within a domain and a load, i.e. the
-number of requests in a step, rounded to half an octave.
+number of requests in a step, rounded to half an octave. A request runs at several loads, so these
+comparisons are not independent of each other.
 
 A trainer may change the target's weights during the comparison. A poll counts only if all servers
 have the same weights at its start and the same weights at its end, so a fleet that changes together
@@ -45,7 +46,7 @@ an error for a server's failure; both can be repeated after a kill.
 import asyncio
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -57,9 +58,9 @@ from numpy.typing import NDArray
 from redraft.engine.counts import AcceptanceCounts
 from redraft.eval.intervals import (
     Estimate,
-    estimate_gain,
     estimate_ratio,
     subtract_independent,
+    sum_correlated,
     sum_weighted,
 )
 from redraft.files.setting_error import SettingError
@@ -76,6 +77,8 @@ from redraft.online.fleet.server import (
 
 Array = NDArray[np.float64]
 ByDomain = Mapping[str, Array]
+Groups = tuple[Array, Array]
+"""(accepted, drafts) per block, [2, B], of the control group and the canary."""
 
 MIN_POLLS = 16  # Number of polls before the groups are first compared: 8 blocks of two.
 # Minimum number of drafts that each group must have in a domain to compare it.
@@ -266,18 +269,33 @@ def estimate_loss(canary_PK2: Array, control_PK2: Array, *, is_paired: bool = Tr
     polls are correlated: they are merged into blocks, whose length grows with the number of polls.
     If the polls of both groups cover the same time (`is_paired`), their blocks are paired.
     """
-    # The control group comes first: the gain of the first group over the second is then the
-    # canary's loss.
+    return _sum_losses([_equalise_groups(canary_PK2, control_PK2)], [1], is_paired=is_paired)
+
+
+def _equalise_groups(canary_PK2: Array, control_PK2: Array) -> Groups:
     common = min(canary_PK2.shape[1], control_PK2.shape[1])
     groups_2BK2 = [_merge_polls(polls_PK2[:, :common]) for polls_PK2 in (control_PK2, canary_PK2)]
     # 1 / (1/n + 1/m), as for domains: a position's weight depends on how many drafts both groups
     # have with a token there.
     had_2K = np.array([_count_had(blocks_BK2) for blocks_BK2 in groups_2BK2])
     weights_K = had_2K.prod(0) / np.maximum(had_2K.sum(0), 1)
-    groups_22B = [_equalise(blocks_BK2, weights_K / weights_K[0]) for blocks_BK2 in groups_2BK2]
+    control, canary = (
+        _equalise(blocks_BK2, weights_K / weights_K[0]) for blocks_BK2 in groups_2BK2
+    )
+    return control, canary
+
+
+def _sum_losses(loads: Sequence[Groups], weights: Sequence[float], *, is_paired: bool) -> Estimate:
+    """Return the weighted sum of the losses at these loads, within the same blocks of time.
+
+    A request runs at several loads, so the errors at these loads are not independent.
+    """
+    control, canary = zip(*loads, strict=True)
     if is_paired:  # both groups have the same P, so block b covers the same minutes in both
-        return estimate_gain(*np.stack(groups_22B, -1))
-    return subtract_independent(*(estimate_ratio(*group_2B) for group_2B in groups_22B))
+        # The control group comes first: the gain of the first group over the second is the canary's
+        # loss.
+        return sum_correlated([*control, *canary], [*weights, *(-weight for weight in weights)])
+    return subtract_independent(sum_correlated(control, weights), sum_correlated(canary, weights))
 
 
 def _count_had(blocks_BK2: Array) -> Array:
@@ -318,23 +336,34 @@ def estimate_loss_by_domain(
 ) -> Estimate:
     """Estimate the loss of tau from the (tried, accepted) counts, [P, K, 2], of each domain.
 
-    Domains are weighted as in Cochran (1954) and Mantel and Haenszel (1959): by how many drafts
-    both groups have in each. Domains with few drafts in either group are left out. If no domain is
-    left, the error is infinite.
+    A key may also contain a load (AT_LOAD). Domains and loads are weighted as in Cochran (1954) and
+    Mantel and Haenszel (1959): by how many drafts both groups have in each. Those with few drafts
+    in either group, or with drafts in only one block, are left out. If none is left, the error is
+    infinite.
     """
-    losses, weights = [], []
-    for domain in canary.keys() & control.keys():
-        groups = [group[domain] for group in (canary, control)]
-        drafts, others = (float(group_PK2[:, :1, 0].sum()) for group_PK2 in groups)
-        if min(drafts, others) >= MIN_DOMAIN_DRAFTS:
-            losses.append(estimate_loss(*groups, is_paired=is_paired))
+    by_domain = defaultdict[str, list[tuple[Groups, float]]](list)
+    for name in canary.keys() & control.keys():
+        drafts, others = (float(group[name][:, :1, 0].sum()) for group in (canary, control))
+        if min(drafts, others) < MIN_DOMAIN_DRAFTS:
+            continue
+        groups = _equalise_groups(canary[name], control[name])
+        # The spread within a single block is unknown: one burst of traffic would make the whole
+        # interval infinite.
+        if min(np.count_nonzero(drafts_B) for _, drafts_B in groups) > 1:
             # 1 / (1/n + 1/m) is the inverse variance of a difference, if every draft has the same
             # variance.
-            weights.append(drafts * others / (drafts + others))
+            weight = drafts * others / (drafts + others)
+            by_domain[name.partition(AT_LOAD)[0]].append((groups, weight))
+    losses, totals = [], []
+    for found in by_domain.values():
+        loads, weights = zip(*found, strict=True)
+        totals.append(sum(weights))
+        shares = [weight / totals[-1] for weight in weights]
+        losses.append(_sum_losses(loads, shares, is_paired=is_paired))
     if not losses:
         # `decide` finds an infinite interval inconclusive.
         return Estimate(0.0, math.inf, 1.0)
-    return sum_weighted(losses, [weight / sum(weights) for weight in weights])
+    return sum_weighted(losses, [total / sum(totals) for total in totals])
 
 
 def estimate_accepted(polls_PK2: Array) -> Estimate:

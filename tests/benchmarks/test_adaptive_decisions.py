@@ -11,9 +11,8 @@ from redraft.online.fleet.server import is_alarming
 
 
 def test_adaptive_load_alone_rolls_nothing_back_and_a_worse_draft_is_found(monkeypatch):
-    monkeypatch.setattr(adaptive, "POLLS", 64)
     monkeypatch.setattr(adaptive, "CASES", {"busier": adaptive.CASES["busier"]})
-    found = adaptive.simulate_adaptive(6)
+    found = adaptive.simulate_adaptive(4)
     assert (found["equal_rolled_back"], found["equal_alarmed"]) == (0.0, 0.0)
     assert found["worse_found"] == 1.0
     (case,) = found["cases"]

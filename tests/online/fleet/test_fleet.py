@@ -29,6 +29,7 @@ from redraft.online.fleet.rollout import (
     try_canary,
 )
 from redraft.online.fleet.server import (
+    AT_LOAD,
     Drafting,
     FleetServer,
     NonsenseError,
@@ -438,6 +439,42 @@ def test_a_domain_counts_as_far_as_both_groups_had_it():
     )
     nothing_in_common = estimate_loss_by_domain({"code": polls(90, 2.0)}, {"prose": polls(90, 1.0)})
     assert decide(nothing_in_common, RolloutPolicy()) is Finding.INCONCLUSIVE
+
+
+def test_a_split_by_load_makes_no_interval_narrower():
+    """A request runs at several loads, so its difficulty affects the counts at all of them.
+
+    Here, every poll is spread evenly over four loads.
+    """
+    rng = np.random.default_rng(0)
+    drafts = 400.0
+    canary, control = (
+        np.array([[(drafts, drafts * rate)] for rate in rng.normal(0.5, 0.1, 16)]) for _ in range(2)
+    )
+    by_load = [
+        {f"code{AT_LOAD}{load}": polls / 4 for load in range(4)} for polls in (canary, control)
+    ]
+    for is_paired in (True, False):
+        whole = estimate_loss(canary, control, is_paired=is_paired)
+        split = estimate_loss_by_domain(*by_load, is_paired=is_paired)
+        found, wanted = ((one.value, one.error, one.freedom) for one in (split, whole))
+        assert found == pytest.approx(wanted)
+    # Domains share no request, so their errors stay independent.
+    domains = [{f"domain {i}": polls / 4 for i in range(4)} for polls in (canary, control)]
+    alone = estimate_loss(canary, control).error
+    assert estimate_loss_by_domain(*domains).error == pytest.approx(alone / 2)
+
+
+def test_one_burst_in_a_domain_or_at_a_load_does_not_leave_the_rest_undecided():
+    """The spread within a single block is unknown, so the burst is left out."""
+    steady, burst = np.full((64, 1, 2), (100.0, 60.0)), np.zeros((64, 1, 2))
+    burst[30] = 300.0, 90.0
+    for name in ("batch", f"code{AT_LOAD}18"):
+        group = {"code": steady, f"code{AT_LOAD}8": steady, name: burst}
+        loss = estimate_loss_by_domain(group, group)
+        assert decide(loss, RolloutPolicy()) is Finding.PASSED
+    alone = estimate_loss_by_domain({"batch": burst}, {"batch": burst})
+    assert decide(alone, RolloutPolicy()) is Finding.INCONCLUSIVE
 
 
 @in_event_loop
