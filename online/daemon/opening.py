@@ -29,6 +29,7 @@ from redraft.online.fleet.registry import Registry, copy_model, read_id
 from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.candidate import read_hidden_shape
 from redraft.online.records.record import name_base
+from redraft.online.records.spool import emptying
 
 if TYPE_CHECKING:
     from redraft.online.learning.stream import StreamSource
@@ -77,6 +78,7 @@ def _open(cfg: LearnerConfig, stack: ExitStack) -> tuple[str, Registry, Buffer]:
         if abandoned.is_file():
             abandoned.unlink(missing_ok=True)
     stack.enter_context(registry.owned())
+    stack.enter_context(emptying(cfg.spool))
     target = TargetFolder.open(cfg.target)
     provide_first_version(cfg, registry, target)
     return (
@@ -94,10 +96,13 @@ def open_buffer(cfg: LearnerConfig, registry: Registry, target_fingerprint: str)
         AlreadyOwnedError,
         BufferFullError: as `Buffer` does.
     """
-    version = registry.current_path()
-    states = read_hidden_shape(cfg.draft.family, version)
-    family = find_family(cfg.draft.family)
-    needed = 0 if states is None else family.needed_states(read_config(version))
+    states, needed = None, 0
+    # A learner always has a current version, but a tenant can also be deleted without one.
+    if registry.current() in registry.versions():
+        version = registry.current_path()
+        states = read_hidden_shape(cfg.draft.family, version)
+        family = find_family(cfg.draft.family)
+        needed = 0 if states is None else family.needed_states(read_config(version))
     known = frozenset(cfg.judging.domains)
     base = name_base(target_fingerprint, cfg.draft.adapter)
     return Buffer(cfg.buffer_config, base, states, known, needed)

@@ -28,7 +28,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -148,6 +148,7 @@ class Buffer(AbstractContextManager["Buffer"]):
             if config.folder
             else None
         )
+        self._dropped = ""  # the tenant of `dropping`
         # The name of each domain in evaluations and on the page (`refresh_names`).
         self.names: Mapping[str, str] = {}
         self._segments = Segments(self._find_text)
@@ -218,8 +219,9 @@ class Buffer(AbstractContextManager["Buffer"]):
                         self.quarantine.keep(frame, record)
                 elif record.record_id in known:
                     counts["duplicate"] += 1
-                elif record.tenant and record.time_s <= forgotten.get(
-                    _sha256(record.tenant), -math.inf
+                elif record.tenant and (
+                    record.tenant == self._dropped
+                    or record.time_s <= forgotten.get(_sha256(record.tenant), -math.inf)
                 ):
                     counts["forgotten"] += 1
                 elif self._is_of_other_adapter(record):
@@ -414,6 +416,19 @@ class Buffer(AbstractContextManager["Buffer"]):
             self.clear_quarantine()
             self.counts["deleted"] += deleted
             return deleted
+
+    @contextmanager
+    def dropping(self, tenant: str) -> Iterator[None]:
+        """Drop this tenant's records that arrive while the block runs, whatever their time is.
+
+        A deletion empties the spool or the log in this block. Its records are older than the deletion,
+        but after a jump of the clock, their times may be far later than the learner's.
+        """
+        self._dropped = stored_name(tenant)
+        try:
+            yield
+        finally:
+            self._dropped = ""
 
     def clear_quarantine(self) -> None:
         """Overwrite and delete the examples of bad records.

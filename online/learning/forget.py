@@ -83,7 +83,8 @@ class Reach:
         num_deleted = await asyncio.to_thread(self.buffer.delete_tenant, tenant, self.now_s())
         # This comes after `delete_tenant`, which has listed the tenant, so that the buffer drops
         # every record of the tenant.
-        drained = await self._drain()
+        with self.buffer.dropping(tenant):
+            drained = await self._drain()
         await asyncio.to_thread(
             self.buffer.clear_quarantine
         )  # the spool and the log may have held bad records too

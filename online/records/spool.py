@@ -9,15 +9,16 @@ folder's size is bounded: if it exceeds its budget, the oldest files are deleted
 them.
 """
 
+import fcntl
 import os
 import stat
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from redraft.files.lock import find_mount
+from redraft.files.lock import AlreadyOwnedError, find_mount, suppress_missing_locks
 
 SUFFIX, PARTIAL = ".records", ".partial"
 
@@ -109,6 +110,38 @@ def spool_files(folder: Path) -> list[Path]:
     except FileNotFoundError:
         return []
     return [folder / name for name in sorted(names)]
+
+
+@contextmanager
+def emptying(folder: Path | None) -> Iterator[None]:
+    """Be the only process that empties the spool while the block runs.
+
+    Two learners would each get a part of the records, and drop those of the other's draft. A spool
+    that cannot be opened yet is not locked.
+
+    Raises:
+        AlreadyOwnedError: another process empties the spool.
+    """
+    descriptor = -1
+    if folder is not None:
+        with suppress(OSError):  # missing, or not readable, which the learner reports later
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    if descriptor < 0:
+        yield
+        return
+    try:
+        # The folder itself is locked, so that it contains only the servers' files.
+        try:
+            with suppress_missing_locks():
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise AlreadyOwnedError(
+                f"another learner reads the spool {folder}: give each learner and its servers a "
+                "different spool, or stop the other learner"
+            ) from None
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def list_abandoned(folder: Path) -> list[Path]:

@@ -151,18 +151,20 @@ async def delete_records(cfg: LearnerConfig, tenant: str, *, is_dry: bool = Fals
         pass
     # These import torch, which is not needed if a learner is running.
     from redraft.files.folder import fingerprint
-    from redraft.online.daemon.opening import open_stream, read_vocab_size
+    from redraft.online.daemon.opening import open_buffer, open_stream, read_vocab_size
     from redraft.online.fleet.registry import Registry
-    from redraft.online.learning.buffer import Buffer
     from redraft.online.learning.intake import Spool
+    from redraft.online.records.spool import emptying
 
-    # No learner answers, so this command takes the buffer's lock, or raises AlreadyOwnedError.
-    with Buffer(cfg.buffer_config, fingerprint(cfg.target)) as buffer:
+    registry = Registry(cfg.registry)
+    # No learner answers, so this command takes the buffer's lock, or raises AlreadyOwnedError. The
+    # buffer must be the learner's: it also stores the records of other tenants that are arriving.
+    with emptying(cfg.spool), open_buffer(cfg, registry, fingerprint(cfg.target)) as buffer:
         vocab_size = read_vocab_size(cfg.target)
         stream = open_stream(cfg, buffer, vocab_size) if cfg.ingest else None
         reach = Reach(
             buffer=buffer,
-            registry=Registry(cfg.registry),
+            registry=registry,
             spool=Spool(cfg.spool, buffer, vocab_size) if cfg.spool else None,
             stream=stream,
             # The newest comes first. A draft trained up to this record may have learned from

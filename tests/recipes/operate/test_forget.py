@@ -17,15 +17,19 @@ import msgspec
 import pytest
 from fake_fleet import TOKEN, FakeServer, Traffic, running
 from learner_world import World, make_draft, make_records, ship
+from recorded_heads import make_head
 from starlette.datastructures import Headers
 from waiting import until
 
 from redraft.files.folder import fingerprint
 from redraft.online.daemon import control
+from redraft.online.daemon.opening import read_vocab_size
 from redraft.online.fleet.discovery import FleetConfig
 from redraft.online.learning.buffer import CLOCK_SLACK_S, Buffer
+from redraft.online.learning.config import DraftConfig
 from redraft.online.learning.cursor import SERVED
-from redraft.online.learning.forget import Forgotten
+from redraft.online.learning.forget import Forgotten, Reach
+from redraft.online.learning.intake import Spool
 from redraft.online.records.origin import (
     MAX_LABEL_CHARS,
     read_origin_headers,
@@ -33,7 +37,7 @@ from redraft.online.records.origin import (
     to_label,
 )
 from redraft.online.records.outlet import Recording
-from redraft.online.records.record import encode_record
+from redraft.online.records.record import encode_record, name_base
 from redraft.recipes.cli.run import dispatch
 from redraft.recipes.operate import forget, rollback, swap
 
@@ -167,6 +171,43 @@ def test_a_server_whose_clock_is_ahead_brings_nothing_back(world, some, ahead_s)
         assert buffer.append([(encode_record(record), record) for record in late], time.time()) == {
             "forgotten": 2
         }
+
+
+def test_a_deletion_reaches_recent_records_while_the_clock_is_in_doubt(world, some):
+    """After days without records, the learner's clock continues from the last one for ten minutes."""
+    with Buffer(world.config().buffer_config, fingerprint(world.target)) as buffer:
+        ship(world.spool, of("acme", some[:3]) + of("other", some[3:5]))
+        reach = Reach(
+            buffer=buffer,
+            registry=world.registry,
+            spool=Spool(world.spool, buffer, read_vocab_size(world.target)),
+            now_s=lambda: time.time() - 4 * 86400,
+        )
+        assert asyncio.run(reach.forget("acme")).arriving == 3
+        assert buffer.find_tenant("acme").num_records == 0
+        assert buffer.find_tenant("other").num_records == 2
+
+
+def test_without_a_learner_the_records_of_others_arrive_as_in_the_learner(
+    world, some, random_target
+):
+    """Those of the draft's adapter are stored, and a head's need hidden states."""
+    base = name_base(fingerprint(world.target), "law")
+    ship(world.spool, of("acme", some[:2], adapter="law") + of("other", some[2:6], adapter="law"))
+    delete(world, "acme", draft=DraftConfig(adapter="law"))
+    with Buffer(world.config().buffer_config, base) as buffer:
+        assert len(buffer.fresh(0, 99)) + len(buffer.select_held_out(99)) == 4
+    world.registry.publish(
+        lambda folder: make_head("eagle1", random_target, folder),
+        target_fingerprint=fingerprint(world.target),
+        provenance={},
+        evaluation={},
+    )
+    world.registry.promote("v000001")
+    ship(world.spool, of("other", some[6:8]))
+    delete(world, "acme", draft=DraftConfig(family="eagle1"))
+    with Buffer(world.config().buffer_config, fingerprint(world.target)) as buffer:
+        assert buffer.newest() == 4, "a record without states ends each step that contains it"
 
 
 def test_through_a_learner_the_same_is_reached(world, some):
