@@ -73,7 +73,7 @@ class Alarm:
             # The comparison took time, so a rollout may have started or ended since.
             if is_worse and version == cycle.current and not cycle.state.is_rolling_out:
                 reason = f"{server} accepts hardly any draft tokens of {version}, and {why}"
-                await cycle.rollouts.go_back(reason, is_automatic=True)
+                await cycle.rollouts.go_back(reason, alarmed=version)
             elif not is_worse:
                 self._tell(
                     f"stays on {version}, although {server} accepts hardly any of its tokens: {why}"

@@ -296,6 +296,8 @@ class Cycle:
             return Move(
                 Event.REJECTED, reason=f"{self.saved.candidate} cannot be published: {error}"
             )
+        # Also without a promotion: in light traffic, canary after canary may end without a result.
+        await self.rollouts.prune()
         async with (
             self.rollouts.fleet
             # A rollback in progress must end first, because it does not withdraw a waiting canary.

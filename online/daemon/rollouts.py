@@ -122,6 +122,8 @@ class Rollouts:
         in_use = {server.versions["seen"] for server in self.servers if server.versions}
         # A checkpoint contains the config and layout of the version that its training started from.
         in_use.add(self.trainer.candidate.version.name)
+        if (swap := self.inbox.find(Event.SWAP_REQUESTED)) and swap.candidate:
+            in_use.add(swap.candidate)
         try:
             await asyncio.to_thread(self.registry.prune, self.cfg.keep_versions, in_use)
         except OSError as error:
@@ -175,14 +177,13 @@ class Rollouts:
 
     # ----------------------------------------------------------------------------------------- back
 
-    async def go_back(
-        self, reason: str, to: str = "", *, is_automatic: bool = False
-    ) -> Convergence:
+    async def go_back(self, reason: str, to: str = "", *, alarmed: str = "") -> Convergence:
         """Take back the candidate of the running rollout, or otherwise the current version.
 
         Return the version that is served afterwards. With `to`, go back to that version, which may
-        be the current one, and restart training from it. The call does not wait for servers that
-        hang: they are swapped to that version in the background.
+        be the current one, and restart training from it. `alarmed` is the version that an alarm
+        withdraws; it may have been withdrawn by a user in the meantime. The call does not wait for
+        servers that hang: they are swapped to that version in the background.
 
         Raises:
             FileNotFoundError: there is no version before the current one, or `to` was never
@@ -197,10 +198,12 @@ class Rollouts:
                 # Otherwise, the recall came after the promotion.
                 return Convergence(version=self.current)
         async with self.fleet:
+            if alarmed and alarmed != self.current:
+                return Convergence(version=self.current)
             await self.reconciler.stop()
             # Done first, so that an interrupted rollback ends at the same version after a restart.
             # Rolling back reads the whole version.
-            version = await self._roll_registry_back(to, is_automatic)
+            version = await self._roll_registry_back(to, is_automatic=bool(alarmed))
             await self.leave_training()
             back = await self.reconciler.bring_all(
                 self.servers, version, self.cfg.rollout.rollback_timeout_s
@@ -217,7 +220,7 @@ class Rollouts:
         except OSError as error:  # a full disk must not stop a rollback
             self.account.disk_fault(error)
 
-    async def _roll_registry_back(self, to: str, is_automatic: bool) -> str:
+    async def _roll_registry_back(self, to: str, *, is_automatic: bool) -> str:
         """Roll the registry back; return the version that is now current.
 
         A second automatic rollback is allowed only after another promotion.

@@ -3,7 +3,7 @@
 The served draft is compared with its own results at its promotion. The measurement survives a kill.
 """
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from redraft.files.sealed import read_sealed_as, write_sealed
@@ -21,6 +21,10 @@ class Sleeper:
         self.sleep = account.load_or_set_aside(
             load_sleep, self._path, Sleep(), "the learner is awake and measures a new reference"
         )
+        if self.sleep.through > judge.buffer.newest():
+            # The buffer is new, e.g. after a restart without retention, and numbers its records from 1.
+            # All of them are newer than the reference.
+            self.sleep = replace(self.sleep, through=0)
         self._new_rows: list[Row] = []  # last measurement on the newest held-out requests
 
     @property

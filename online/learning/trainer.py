@@ -211,7 +211,12 @@ class Trainer:
         began = {"progress": vars(self.progress), "began_from": self.candidate.version.name}
         with publishing(self.folder / name, began) as new:
             self.ranks.do(Candidate.write, new.path)
-        self.buffer.commit_trained(name, self.progress.through)
+        try:
+            self.buffer.commit_trained(name, self.progress.through)
+        except OSError:
+            # The buffer may be on another disk: each new attempt would leave a checkpoint on this one.
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+            raise
         self.num_steps = self.num_not_finite = 0
         for old in self._checkpoints()[:-KEPT_CHECKPOINTS]:
             shutil.rmtree(old)

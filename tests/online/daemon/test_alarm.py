@@ -16,11 +16,13 @@ import numpy as np
 import pytest
 from fake_fleet import TOKEN
 from learner_world import World, make_draft, make_records, ship
-from waiting import until
+from waiting import until, wait_until
 
+from redraft.files import artifact
 from redraft.files.folder import fingerprint
-from redraft.online.daemon import alarm
+from redraft.online.daemon import alarm, control
 from redraft.online.daemon.judging import RECENT_S, Judge
+from redraft.online.daemon.rollouts import Rollouts
 from redraft.online.daemon.state import Event, State, advance, load, save
 from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.candidate import Candidate
@@ -203,6 +205,42 @@ def test_a_bad_version_is_rolled_back_once_and_no_further(world, records):
     play(world, script)
     assert load(world.root / "learner" / "state.json").has_gone_back
     play(world, again)
+    assert world.registry.current() == GOOD
+
+
+def test_an_alarm_does_not_roll_back_further_than_a_person_who_was_faster(
+    world, records, monkeypatch
+):
+    """A rollback reads the whole version first, and in the meantime the alarm decides too."""
+    asked, answered = [], []
+    go_back, verify = Rollouts.go_back, artifact.verify
+
+    async def note(self, reason, *args, **kwargs):
+        asked.append(reason)
+        back = await go_back(self, reason, *args, **kwargs)
+        answered.append(back.version)
+        return back
+
+    def read_slowly(folder):
+        if asked and folder.name == GOOD:
+            wait_until(lambda: len(asked) == 2)
+        return verify(folder)
+
+    monkeypatch.setattr(Rollouts, "go_back", note)
+    monkeypatch.setattr(artifact, "verify", read_slowly)
+
+    async def script(task):
+        await start(world, records, task)
+        folder = world.config().folder
+        person = asyncio.ensure_future(control.ask(folder, control.WentBack, do="rollback", to=""))
+        await until(lambda: asked, task)
+        spoil_counters(world)
+        assert (await person).version == GOOD
+        await until(lambda: len(answered) == 2, task)
+
+    play(world, script)
+    assert "hardly any" in asked[1]
+    assert answered == [GOOD, GOOD]
     assert world.registry.current() == GOOD
 
 

@@ -6,6 +6,7 @@ Each row of the table ends in a learner that goes on and tells, or in one line w
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import re
 import shutil
@@ -16,6 +17,8 @@ import threading
 import time
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fake_fleet import TOKEN
@@ -32,8 +35,10 @@ from redraft.online.daemon.opening import opened
 from redraft.online.daemon.sleep import save_sleep
 from redraft.online.daemon.state import Phase, State, load, save
 from redraft.online.learning.buffer import Buffer
+from redraft.online.learning.buffer_file import BufferFullError
 from redraft.online.learning.candidate import Candidate
 from redraft.online.learning.clock import BELIEVED_AFTER_S, SteadyClock
+from redraft.online.learning.config import Replay, Training
 from redraft.online.learning.cursor import SERVED
 from redraft.online.learning.staleness import Sleep
 from redraft.online.learning.trainer import Trainer
@@ -467,6 +472,23 @@ def test_a_full_disk_pauses_the_learner_and_it_resumes_with_the_space(
     with small_disk(world.root / place, 64) as disk:
         play(world, script)
         verify(world.registry.path(world.registry.current()))
+
+
+def test_while_the_buffers_disk_is_full_no_checkpoints_pile_up_on_another(tmp_path):
+    """Each attempt writes a whole checkpoint before the commit fails."""
+
+    def refuse(*_):
+        raise BufferFullError(errno.ENOSPC, "full")
+
+    buffer = SimpleNamespace(commits=list, commit_trained=refuse)
+    one_rank = SimpleNamespace(num_processes=1)
+    candidate = SimpleNamespace(accelerator=one_rank, version=Path("v000001"))
+    trainer = Trainer(Training(), Replay(), buffer, None, candidate, tmp_path)
+    trainer.ranks = SimpleNamespace(do=lambda write, folder: (folder / "state").mkdir())
+    for _ in range(3):
+        with pytest.raises(BufferFullError):
+            trainer.checkpoint()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("place", ["learner", "registry"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import threading
 from collections import Counter
@@ -14,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from fake_fleet import TOKEN
-from learner_world import ANYTHING, World, make_draft, make_records, ship
+from learner_world import ANYTHING, QUICK, World, make_draft, make_records, ship
 from safetensors.torch import load_file, save_file
 from waiting import PATIENCE_S, until
 
@@ -26,6 +27,7 @@ from redraft.online.daemon import control, rollouts
 from redraft.online.daemon.inbox import Inbox
 from redraft.online.daemon.judging import choose_judging
 from redraft.online.daemon.learner import run
+from redraft.online.daemon.opening import opened
 from redraft.online.daemon.state import Event, load
 from redraft.online.fleet import rollout
 from redraft.online.fleet.discovery import FleetConfig
@@ -283,6 +285,24 @@ def test_training_outlives_many_promotions_of_a_draft_that_began_long_ago(world,
     trained, lives = len(world.entries("training")), len(world.entries("state"))
     play(world, second, keep_versions=1, **quick)
     assert "checkpoint" in world.entries("state")[lives].reason
+
+
+def test_versions_that_are_never_promoted_do_not_fill_the_disk(world, records):
+    """In light traffic, canary after canary ends without a result."""
+    world.traffic.drafts_per_reading = 0
+    quick = {
+        "training": replace(world.config().training, records_per_candidate=16),
+        "gate": ANYTHING,
+        "rollout": replace(QUICK, window_timeout_s=0.1),
+    }
+
+    async def script(task):
+        ship(world.spool, records[:300])
+        await until(lambda: world.registry.latest() >= "v000005", task)
+        await until(lambda: len(world.registry.versions()) <= 3, task)
+
+    play(world, script, keep_versions=2, **quick)
+    assert world.registry.current() == "v000001"
 
 
 # --- what arrives
@@ -660,6 +680,19 @@ def test_a_second_learner_on_the_same_folder_is_refused_also_with_another_regist
         pytest.raises(AlreadyOwnedError, match=rf"{cfg.folder} .*\(process {os.getpid()} on .*\)"),
     ):
         run(cfg)
+
+
+def test_a_second_learner_on_the_same_spool_is_refused(world):
+    world.spool.mkdir()
+    other = world.config(registry=world.root / "another", folder=world.root / "another learner")
+    with (
+        opened(world.config()),
+        pytest.raises(AlreadyOwnedError, match=re.escape(str(world.spool))),
+        opened(other),
+    ):
+        pass
+    with opened(other):  # the first one has ended
+        pass
 
 
 def test_a_target_or_tokenizer_that_changed_is_refused_at_the_start(world, tmp_path):

@@ -9,6 +9,7 @@ import asyncio
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,13 @@ from learner_world import World, make_draft, make_records, ship
 from waiting import until
 
 from redraft.online.daemon import control
+from redraft.online.daemon.account import Account
+from redraft.online.daemon.sleep import Sleeper, save_sleep
+from redraft.online.journal import Journal
+from redraft.online.learning.buffer import Buffer
+from redraft.online.learning.config import BufferConfig, Judging
 from redraft.online.learning.gate import Policy
-from redraft.online.learning.staleness import SleepPolicy
+from redraft.online.learning.staleness import Row, Sleep, SleepPolicy
 from redraft.recipes.operate.versions import live_lines
 
 GATE = Policy(min_requests=5, min_domain_requests=5)
@@ -111,3 +117,21 @@ def test_a_learner_that_may_not_sleep_trains_on(world: World, random_target: Pat
             )  # it still tells how stale the draft is
 
     asyncio.run(main())
+
+
+def test_records_in_a_new_buffer_are_newer_than_the_reference(world: World) -> None:
+    """After a restart without retention, the buffer numbers its records from 1 again."""
+    cfg, rows, after = world.config(), [("code", 10.0, 20.0)] * 30, list[int]()
+    asleep = Sleep().refer("v000001", 5000, rows, "3 greedy").fall_asleep(rows)
+    save_sleep(asleep, cfg.folder / "sleep.json")
+
+    def score_since(version: str, through: int) -> tuple[int, list[Row]]:
+        after.append(through)
+        return through, []
+
+    with Buffer(BufferConfig(), "target") as buffer:
+        judge: Any = SimpleNamespace(judging=Judging(), buffer=buffer, score_since=score_since)
+        sleeper = Sleeper(cfg, judge, Account(Journal(cfg.folder / "journal")))
+        sleeper.measure("v000001")
+    assert after == [0]
+    assert sleeper.sleep == replace(asleep, through=0)
