@@ -8,7 +8,7 @@ The tap sends requests of its own.
 
 All of this depends on the server's flags: --max-logprobs, --logprobs-mode, --generation-config,
 --override-generation-config, --watermark-config. The check is repeated after every outage of the
-server, because it may have come back with different flags.
+server, because it may have come back with different flags or a different model.
 
 The check generates up to 1,026 answers of one token, at most once a minute. The tap uses the
 operator's key for them if there is one, and otherwise the key of the first client that received an
@@ -32,6 +32,7 @@ from redraft.online.traffic.upstream import ForwardedRequest, Upstream
 logger = logging.getLogger("redraft.tap")
 
 CHECK_S = 0.5  # Seconds between two decisions whether to check the server.
+LOOK_S = 1.0  # Seconds between two connections that look for an outage; a restart takes longer.
 # Minimum seconds between two checks that generate answers, or whose key is refused.
 COST_PAUSE_S = 60.0
 TIMEOUT_S = 60.0
@@ -39,8 +40,8 @@ TIMEOUT_S = 60.0
 # are rounded.
 MAX_TOTAL = 1.01
 MAX_CHANGE = (
-    # Maximum change of a log-probability with a different top_p; after the filter, it would be far
-    # larger.
+    # Maximum change of a log-probability with a different top_p, or after a restart of the server;
+    # with the filter or a different model, it would be far larger.
     0.5
 )
 PROMPT = "The"
@@ -115,6 +116,9 @@ class ServerCheck:
         self._has_own_key = bool(key)
         self._wants_key = False  # Whether the server has refused a check without a key.
         self._next_s = 0.0  # Earliest time of the next check.
+        self._look_s = 0.0  # Earliest time of the next connection that looks for an outage.
+        # The log-probabilities that identify the model that was recorded first.
+        self._known: dict[str, float] = {}
 
     def offer_key(self, authorization: str) -> None:
         """Use the key from a client's request that the server has answered, if no key is set."""
@@ -136,6 +140,9 @@ class ServerCheck:
             await asyncio.sleep(CHECK_S)
 
     async def _look(self, upstream: Upstream) -> None:
+        if self.verdict is not None and time.monotonic() >= self._look_s:
+            self._look_s = time.monotonic() + LOOK_S
+            await upstream.look()
         if upstream.is_down:
             self.verdict = None
         is_keyless = self._wants_key and not self.authorization
@@ -179,6 +186,13 @@ class ServerCheck:
             raise UnfitError(
                 "its log-probabilities differ from the model's: start vLLM with --logprobs-mode "
                 "raw_logprobs"
+            )
+        # The tap's records name one target, and the server may have come back with a different one.
+        self._known = self._known or plain
+        if max(_find_change(self._known, plain), _find_change(plain, self._known)) > MAX_CHANGE:
+            raise UnfitError(
+                "it serves a different model than before: restart the tap with that model's folder as "
+                "--target"
             )
         return frozenset(names)
 
@@ -292,6 +306,16 @@ class ServerCheck:
             f"it requires a key ({status}): set key_file; until then, the key of the next "
             "client that it answers is used"
         )
+
+
+def _find_change(before: Mapping[str, float], after: Mapping[str, float]) -> float:
+    """Return by how much the log-probability of a token has changed at least, for any of `before`."""
+    # A token that is missing is at most as probable as the last one that is listed.
+    least = min(after.values())
+    return max(
+        abs(value - after[token]) if token in after else value - least
+        for token, value in before.items()
+    )
 
 
 class SglangCheck(ServerCheck):

@@ -149,7 +149,7 @@ class Upstream:
 
     def __init__(self, url: str, guard: Guard | None = None) -> None:
         self.url, self.guard = url.rstrip("/"), guard or Guard()
-        self.is_down = False  # whether the last connection was refused
+        self.is_down = False  # whether the last request or `look` was refused a connection
         self.problem = ""  # why the last request did not arrive, with the fix; empty if it arrived
         self._is_told = False
         base = httpx.URL(self.url)
@@ -165,6 +165,21 @@ class Upstream:
     @property
     def requests(self) -> int:
         return len(self._in_flight)
+
+    async def look(self) -> None:
+        """Set `is_down` if the server accepts no connection.
+
+        Without this, a restart goes unnoticed if no client sends a request during it.
+        """
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                _, writer = await asyncio.open_connection(
+                    self._origin.host.decode(), self._origin.port
+                )
+        except OSError as error:
+            self.is_down |= not _is_out_of_files(error)
+        else:
+            writer.transport.abort()
 
     async def send(self, forwarded: ForwardedRequest) -> Reply:
         """Send the request and return the response once its head has arrived.

@@ -297,3 +297,36 @@ async def test_a_server_that_was_down_is_checked_again(tmp_path, monkeypatch):
             await until(lambda: tap.check.verdict)
             assert first.problem == ""
             assert "--logprobs-mode" in tap.check.verdict.problem
+
+
+@in_event_loop
+async def test_another_model_at_the_same_address_is_not_recorded_as_the_target(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(server_check, "CHECK_S", 0.01)
+    monkeypatch.setattr(server_check, "COST_PAUSE_S", 0.0)
+    monkeypatch.setattr(server_check, "LOOK_S", 0.0)
+
+    async def restart(client, logits):
+        """Serve this model until the tap has checked it; return the server's problem."""
+        monkeypatch.setitem(globals(), "LOGITS", logits)
+        # No client sends a request during the outage.
+        await until(lambda: tap.check.verdict is None)
+        async with served(make_server(), client.upstream_port) as server:
+            await until(lambda: tap.check.verdict)
+            await ask(client)
+            problem = tap.check.verdict.problem
+            server.cut_off()
+        return problem
+
+    first = LOGITS
+    noise = 0.05 * np.random.default_rng(0).standard_normal(len(first))  # rounding, e.g. on a GPU
+    async with tapped(tmp_path, make_server()) as (tap, client):
+        await until(lambda: tap.check.verdict)
+        client.upstream.cut_off()
+        await client.upstream.shutdown()
+        assert await restart(client, first + noise) == ""
+        assert "different model" in await restart(client, 2 * first)
+        assert tap.counts["skipped_requests_unfit_server"] == 1
+        assert await restart(client, first) == ""
+    assert len(records_in(tmp_path)) == 2
