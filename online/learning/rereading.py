@@ -19,7 +19,7 @@ from redraft.distill.signal.sources import InProcessTarget, top_k
 from redraft.files.plain import open_file
 from redraft.heads.draft import Batch, ExactTarget, final_hidden
 from redraft.heads.family import Reads
-from redraft.online.learning.segments import Segments
+from redraft.online.learning.segments import Segments, Text
 from redraft.online.records.record import (
     CorruptRecordError,
     Record,
@@ -28,6 +28,32 @@ from redraft.online.records.record import (
     text_rows,
 )
 from redraft.online.records.spool import SpoolWriter
+
+MAX_TEXT_BYTES = 64 << 20  # Maximum size of all texts kept for later segments.
+
+
+class Texts:
+    """Texts of the newest records, which a segment in a later file may continue."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, Text] = {}
+        self._num_bytes = 0
+
+    def find(self, record_id: str) -> Text | None:
+        return self._texts.get(record_id)
+
+    def add(self, record: Record, frame_bytes: int) -> None:
+        self._drop(record.previous_id)  # a segment has only one successor
+        self._drop(record.record_id)  # after a kill, a file is processed again
+        text = Text(record.context + record.output, frame_bytes)
+        self._texts[record.record_id] = text
+        self._num_bytes += len(text.ids)
+        while self._num_bytes > MAX_TEXT_BYTES:
+            self._drop(next(iter(self._texts)))
+
+    def _drop(self, record_id: str) -> None:
+        if dropped := self._texts.pop(record_id, None):
+            self._num_bytes -= len(dropped.ids)
 
 
 def needs_reading(record: Record, reads: Reads) -> bool:
@@ -68,12 +94,19 @@ def read_again(
 
 
 def read_file(
-    path: Path, target: InProcessTarget, fingerprint: str, reads: Reads, k: int, out: SpoolWriter
+    path: Path,
+    target: InProcessTarget,
+    fingerprint: str,
+    reads: Reads,
+    k: int,
+    out: SpoolWriter,
+    texts: Texts,
 ) -> dict[str, int]:
     """Write the scored records of a spool file, remove the file, and count records by outcome.
 
     If a run is killed, the next run processes the file again, but the learner accepts a record id
-    only once.
+    only once. `texts` are those of earlier files, and are updated. A later segment whose beginning is
+    unknown cannot be scored, and counts as unreadable.
 
     Raises:
         OSError: if the output cannot be written, in which case the file stays.
@@ -81,19 +114,23 @@ def read_file(
     counts = {"scored": 0, "complete": 0, "of another target": 0, "unreadable": 0}
     frames = []
     with open_file(path) as file:
-        # `Segments` joins later segments with the text before them, if it is in this file.
-        for _, record in Segments(lambda record_id: None).join(read_frames(file), ()):
+        for frame, record in Segments(texts.find).join(read_frames(file), ()):
             if isinstance(record, CorruptRecordError) or not len(record.output_ids):
                 counts["unreadable"] += 1
-            elif record.target != fingerprint:
+                continue
+            if not record.context_begin:
+                texts.add(record, len(frame))
+            if record.target != fingerprint:
                 counts["of another target"] += 1
-            elif needs_reading(record, reads):
+            elif not needs_reading(record, reads):
+                frames.append(encode_frame(record))
+                counts["complete"] += 1
+            elif record.context_begin:
+                counts["unreadable"] += 1
+            else:
                 device = target.model.device
                 frames.append(encode_frame(read_again(record, target, reads, k, device)))
                 counts["scored"] += 1
-            else:
-                frames.append(encode_frame(record))
-                counts["complete"] += 1
     if frames:
         out.write(frames)
     path.unlink()

@@ -313,6 +313,7 @@ def text_rows(
         "row_drafts": np.full(count, -1, "<i4").tobytes(),
         "row_draft_probs": unknown,
         "row_accepted": bytes(count),
+        "row_proposers": b"",
         "row_topk_ids": ids_NK.astype("<i4").tobytes(),
         "row_topk_log_probs": log_probs_NK.astype("<f4").tobytes(),
         "row_log_sum_exp": unknown,

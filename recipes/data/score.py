@@ -69,7 +69,7 @@ def main(cfg: ScoreConfig) -> None:
     from redraft.files.progress import Progress
     from redraft.heads.catalog import detect_family, require_trained_for
     from redraft.heads.family import Reads
-    from redraft.online.learning.rereading import read_file
+    from redraft.online.learning.rereading import Texts, read_file
     from redraft.online.records.spool import SpoolWriter, spool_files
 
     if not cfg.records.is_dir():
@@ -96,10 +96,12 @@ def main(cfg: ScoreConfig) -> None:
     signal = InProcessTarget(model, layers)
     out = SpoolWriter(cfg.spool, "score", cfg.spool_bytes)
     counts: Counter[str] = Counter()
+    texts = Texts()
     while True:
         files = spool_files(cfg.records)
         for path in Progress(files, desc="scored", unit="file"):
-            counts.update(read_file(path, signal, target.fingerprint, reads, cfg.logprobs, out))
+            found = read_file(path, signal, target.fingerprint, reads, cfg.logprobs, out, texts)
+            counts.update(found)
         if files or not cfg.follow:
             print(", ".join(f"{count:,} {name}" for name, count in counts.items()) or "no records")
         if not cfg.follow:

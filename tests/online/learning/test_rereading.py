@@ -16,7 +16,7 @@ from redraft.files.folder import fingerprint
 from redraft.heads.families import eagle1, eagle3
 from redraft.heads.target import Target
 from redraft.online.learning.replay import training_sequence
-from redraft.online.records.record import Record, decode_record, encode_frame, read_frames
+from redraft.online.records.record import PADDING, Record, decode_record, encode_frame, read_frames
 from redraft.online.records.spool import SpoolWriter, spool_files
 from redraft.recipes.cli.run import dispatch
 
@@ -106,6 +106,47 @@ def test_score_keeps_whole_records_and_leaves_those_of_another_target(
     assert [r.record_id for r in found] == [whole.record_id, bare.record_id]
     said = capsys.readouterr().out
     assert "1 scored, 1 complete, 1 of another target" in said
+
+
+def test_a_later_segment_is_scored_with_the_text_of_an_earlier_file(
+    random_target: Path, records: list[Record], tmp_path: Path
+) -> None:
+    """A server writes a file every second, so the segments of a long answer are in several files."""
+    whole, lost = records[:2]
+    begins, ends = zip(*(split(record, 10) for record in (whole, lost)), strict=True)
+    ids = SpoolWriter(tmp_path / "ids", "server", 1 << 30)
+    ids.write([encode_frame(begins[0])])
+    ids.write([encode_frame(end) for end in ends])
+    begin, end = score(random_target, [], tmp_path)
+    (expected,) = score(random_target, [whole], tmp_path / "whole")
+    assert (begin.record_id, end.record_id) == (begins[0].record_id, ends[0].record_id)
+    assert decode_record(encode_frame(end)) == end, "the learner would refuse it"
+    for name in ("positions", "topk_ids", "topk_log_probs"):
+        found = np.concatenate([getattr(part, name) for part in (begin, end)])
+        np.testing.assert_allclose(found, getattr(expected, name), atol=1e-5)
+
+
+def split(record: Record, count: int) -> tuple[Record, Record]:
+    """The record in two segments, the first with `count` tokens of the answer."""
+    at, sent = 4 * count, len(record.context_ids) + count
+    end = {"context": b"", "context_begin": sent, "output": record.output[at:], "sequence": 1}
+    return structs.replace(record, output=record.output[:at]), structs.replace(record, **end)
+
+
+def test_the_marks_of_replaced_rows_are_replaced_too(random_target: Path, tmp_path: Path) -> None:
+    """While nothing is drafted, a server marks its rows, and a step may have lost its row."""
+    (record,) = make_records(random_target, 1)
+    sizes = {"row_topk_ids": 4 * record.top_k, "row_topk_log_probs": 4 * record.top_k}
+    sizes |= dict.fromkeys(("row_positions", "row_branches", "row_drafts", "row_draft_probs"), 4)
+    sizes |= {"row_log_sum_exp": 4, "row_accepted": 1}
+    fewer = {name: getattr(record, name)[size:] for name, size in sizes.items()}
+    fewer["row_proposers"] = bytes([PADDING]) * (len(record.positions) - 1)
+    head = eagle1.Eagle1(eagle1.Config(), Target.from_folder(random_target))
+    make_random(head).export(tmp_path / "draft")
+    flags = ("--draft", str(tmp_path / "draft"))
+    (scored,) = score(random_target, [structs.replace(record, **fewer)], tmp_path, *flags)
+    assert decode_record(encode_frame(scored)) == scored, "the learner would refuse it"
+    assert len(scored.positions) == len(record.output_ids)
 
 
 def test_score_refuses_in_one_line(
