@@ -83,13 +83,14 @@ def adapt(
     started_s = time.perf_counter()
     training = Run(family, cfg, machine)
     training.target = replace(training.target, has_moved=True)
+    starts: dict[Start, Config] = {"old": training.cfg}
     drafts: dict[Start, Any] = {"old": start(training)}
     if isinstance(cfg, HeadConfig):
         check_num_tokens(cfg.prove.num_speculative_tokens, _options(drafts["old"]).num_tokens)
     if (new := _new_start(training, old, drafts["old"])) is not None:
-        drafts["new"] = start(training, new)
+        starts["new"], drafts["new"] = new, start(training, new)
     training.folder.begin()
-    forecasts = {name: training.forecast(draft) for name, draft in drafts.items()}
+    forecasts = {name: training.forecast(drafts[name], starts[name]) for name in starts}
     chosen = training.folder.on_main(lambda: _choose(training, forecasts))
     trained, cost = training.train(drafts[chosen])
     candidate = training.publish(trained, CANDIDATE)

@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 def start(run: Run, cfg: HeadConfig[Any] | StandaloneConfig | None = None) -> Any:
     """Return a run's untrained draft, or the draft to continue, which is the same on every rank.
 
-    `cfg`, if given, replaces the settings of the run.
+    `cfg`, if given, replaces the settings of the run. If a checkpoint will replace the weights of
+    an untrained head, they are random.
 
     Raises:
         ValueError: the target does not provide what this start needs.
@@ -58,6 +59,9 @@ def start(run: Run, cfg: HeadConfig[Any] | StandaloneConfig | None = None) -> An
     if cfg.init == "native":
         return _load_native(run, cfg)
     head = _make_untrained(run, cfg)
+    if run.has_passed(cfg):
+        _say(run, "the head continues from the checkpoint, so its start is not computed again")
+        return head
     match cfg.init:
         case "last_layer" | "last_layers":
             _start_as_layers(run, head, getattr(cfg.head, "num_layers", 1))

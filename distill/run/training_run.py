@@ -11,6 +11,7 @@ export layouts.
 
 import copy
 import functools
+import json
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -46,7 +47,7 @@ from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.loop import TrainingCost, make_accelerator, train
 from redraft.distill.train.row_ranks import require_shares
 from redraft.distill.train.run_config import HeadConfig, Loop, StandaloneConfig
-from redraft.distill.train.run_folder import RunFolder
+from redraft.distill.train.run_folder import RunFolder, lasting
 from redraft.distill.train.step import Distillation
 from redraft.engine.hardware import Machine, launch_machine
 from redraft.engine.head_size import require_draft_heads
@@ -56,6 +57,7 @@ from redraft.eval.forecast.greedy import Forecast, SignalFunction
 from redraft.files.artifact import publish, publishing
 from redraft.files.checkpoint import model_class, refuse_quantised
 from redraft.files.folder import fetch_model, fingerprint, read_config, trained_with
+from redraft.files.kept import compute_once, read_kept
 from redraft.files.served_target import require_aux, require_positions
 from redraft.files.target_folder import TargetFolder
 from redraft.files.windows import (
@@ -89,7 +91,7 @@ def run(family: Family, cfg: Config, machine: Machine | None = None) -> None:
     training = Run(family, cfg, machine)
     draft = start(training)
     training.folder.begin()
-    before = training.forecast(draft)
+    before = training.forecast(draft, training.cfg)
     trained, cost = training.train(draft)
     folder = training.publish(trained)
     training.prove(folder, before, cost, started_s)
@@ -200,18 +202,46 @@ class Run:
             is_head=self.family.is_head,
         )
 
-    def forecast(self, draft: Any) -> Forecast | None:
+    def forecast(self, draft: Any, start: Config | None = None) -> Forecast | None:
         """Forecast the draft's acceptance in the engine's dtype.
 
         Return None on all but the main process.
 
-        The draft itself keeps its dtype.
+        The draft itself keeps its dtype. `start` are the settings of an untrained draft, whose
+        forecast is kept for a resumed run.
         """
+
+        def compute() -> Forecast:
+            return self.forecaster.forecast(*self._in_engine(draft))
+
+        found = None
         with leading(self.target.model) as leads:
-            found = self.forecaster.forecast(*self._in_engine(draft)) if leads else None
+            if leads:
+                found = (
+                    compute()
+                    if start is None
+                    else compute_once(*self._kept_as(start), Forecast, compute)
+                )
         if draft is not None and not self.family.is_head:
             leave_gpu(draft)
         return found
+
+    def has_passed(self, start: Config) -> bool:
+        """Whether a checkpoint will replace the weights of this start, whose forecast is kept.
+
+        All ranks must call this.
+        """
+        return self.folder.on_main(
+            lambda: (
+                self.folder.will_resume and read_kept(*self._kept_as(start), Forecast) is not None
+            )
+        )
+
+    def _kept_as(self, start: Config) -> tuple[Path, str, Any]:
+        """Return folder, name and key of the kept forecast of an untrained draft."""
+        settings = lasting(json.loads(json.dumps(asdict(start), default=str)))
+        asked = [start.prove.max_tokens, start.prove.num_speculative_tokens, self.data.prompts]
+        return self.folder.folder, "start", [settings, self.folder.inputs, *asked]
 
     def _in_engine(self, draft: Any) -> tuple[Any, SignalFunction | None]:
         """Return a copy of a head in the engine's dtype, and the head's signal.

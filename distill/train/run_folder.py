@@ -60,7 +60,7 @@ def _step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def _lasting(config: dict[str, Any]) -> dict[str, Any]:
+def lasting(config: dict[str, Any]) -> dict[str, Any]:
     """Return the part of a config that a resumed run must share: no servers, storage or caches."""
     kept = {key: value for key, value in config.items() if key not in MAY_CHANGE}
     if "signal" in kept:
@@ -201,7 +201,7 @@ class RunFolder:
         if started.exists():
             about = json.loads(started.read_text())
             before, now = (
-                _date(_lasting(config), about.get("date"))
+                _date(lasting(config), about.get("date"))
                 for config in (about.get("config", {}), self.config)
             )
             changed = [key for key in now if before.get(key) != now[key]]
@@ -355,6 +355,11 @@ class RunFolder:
         # (step-000100-good) does not belong to the run.
         named = (self.folder / CHECKPOINTS).glob("step-*")
         return sorted(filter(_is_step, named), key=_step_of)
+
+    @property
+    def will_resume(self) -> bool:
+        """Whether `restore` will read a checkpoint, as the main process sees it."""
+        return not self._replaces and bool(self._checkpoints())
 
     def restore(self, read: Callable[[Path], None]) -> int:
         """Read the newest checkpoint and drop later metrics.

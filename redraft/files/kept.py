@@ -25,15 +25,28 @@ def compute_once(
 
     The result is stored in `folder` as `name`-HASH.json.
     """
-    # 64 bits of the hash are enough for the few values in a folder.
-    path = folder / f"{name}-{hash_key(key)[:16]}.json"
+    if (kept := read_kept(folder, name, key, kind)) is not None:
+        return kept
+    value = compute()
+    write_whole(_find_path(folder, name, key), msgspec.json.encode(value))
+    return value
+
+
+def read_kept(folder: Path, name: str, key: object, kind: type[T]) -> T | None:
+    """Return the value that `compute_once` cached with an equal `key`, or None.
+
+    None also for a value from a version of redraft whose `kind` has different fields.
+    """
+    path = _find_path(folder, name, key)
     if path.is_file():
-        # Compute it again if it was written by a version whose `kind` has different fields.
         with contextlib.suppress(msgspec.ValidationError):
             return msgspec.json.decode(path.read_bytes(), type=kind)
-    value = compute()
-    write_whole(path, msgspec.json.encode(value))
-    return value
+    return None
+
+
+def _find_path(folder: Path, name: str, key: object) -> Path:
+    # 64 bits of the hash are enough for the few values in a folder.
+    return folder / f"{name}-{hash_key(key)[:16]}.json"
 
 
 def find_not_kept(folder: Path) -> Path | None:

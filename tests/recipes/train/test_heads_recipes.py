@@ -25,6 +25,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from benchmarks.studies.presets import make_preset
 from redraft.distill.data.corpus import stdlib_conversations
+from redraft.distill.run import start as starting
 from redraft.distill.run.start import read_last_signals, read_scales, start
 from redraft.distill.run.training_run import Run
 from redraft.distill.run.training_run import run as train
@@ -39,6 +40,7 @@ from redraft.files.tensors import read_tensors
 from redraft.files.windows import View, served_views
 from redraft.heads.catalog import detect_family, find_family
 from redraft.heads.families import eagle3
+from redraft.heads.families.eagle3_start import start_by_least_squares
 from redraft.heads.provenance import read_provenance
 from redraft.heads.target import Target
 from redraft.recipes import adapt
@@ -219,6 +221,48 @@ def test_least_squares_refuse_other_flags_before_any_work(
             **changes,
         )
     assert not (tmp_path / "run").exists()
+
+
+def test_a_resumed_run_does_not_repeat_a_start_that_its_checkpoint_replaces(
+    random_target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[eagle3.Eagle3] = []
+
+    def start_and_count(head: eagle3.Eagle3, *known: Any) -> None:
+        calls.append(head)
+        start_by_least_squares(head, *known)
+
+    monkeypatch.setattr(starting, "start_by_least_squares", start_and_count)
+    head = eagle3.Config(aux_layer_ids=(0, 1, 2), num_steps=3, fc_norm=True)
+    folder = tmp_path / "run"
+
+    def train_again(**changes: Any) -> tuple[Any, dict[str, torch.Tensor], int]:
+        """The report's forecasts, the exported head, and how often a start was computed so far."""
+        report = run(
+            "eagle3", random_target, data, folder, head=head, init="least_squares", **changes
+        )
+        return report["offline"], load_file(folder / "draft/model.safetensors"), len(calls)
+
+    forecasts, weights, count = train_again()
+    assert count == 1
+
+    def assert_equal_after(expected: int, **changes: Any) -> None:
+        found, exported, count = train_again(**changes)
+        assert count == expected
+        assert found == forecasts
+        assert all(torch.equal(exported[name], tensor) for name, tensor in weights.items())
+
+    assert_equal_after(1)
+    # Killed after the first of two steps.
+    shutil.rmtree(folder / "checkpoints/step-000002")
+    assert_equal_after(1)
+    # The start is computed again if its forecast is missing, or if there is no checkpoint.
+    (kept,) = folder.glob("start-*.json")
+    kept.unlink()
+    assert_equal_after(2)
+    shutil.rmtree(folder / "checkpoints")
+    assert_equal_after(3)
+    assert_equal_after(4, overwrite=True)
 
 
 def test_least_squares_take_the_factors_of_rms_norms_and_refuse_others(random_target: Path) -> None:
