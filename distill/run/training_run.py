@@ -335,9 +335,7 @@ class Run:
         if not isinstance(cfg, HeadConfig):
             draft.export(folder, dtype, tokenizer=self.target.files.tokenizer)
         elif self.family.is_in_target:
-            tensors = {
-                name: tensor.to(dtype) for name, tensor in draft.checkpoint_tensors().items()
-            }
+            tensors = draft.checkpoint_tensors(dtype=dtype)
             # The weights contain one MTP layer, so the config must say 1, whatever the target's
             # number.
             changes = {draft.layout.count_key: 1, "redraft": draft.record()}

@@ -89,7 +89,7 @@ class DFlash(nn.Module):
     family = "dflash"
     architecture = "DFlashDraftModel"  # vLLM's name for the class.
     speculators_architecture = "DFlashDraftModel"  # the class in the package `speculators`
-    # Tensors whose names start with one of these prefixes are exported in float32.
+    # Tensors whose names contain one of these parts are exported in float32.
     float32: tuple[str, ...] = ()
     is_autoregressive = False
     is_block = True

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,7 @@ from transformers import AttentionInterface
 
 from redraft.files.checkpoint import load_text_config
 from redraft.files.folder import TRAINED_WITH, read_config
-from redraft.files.tensors import load_into, write_head
+from redraft.files.tensors import cast, load_into, write_head
 from redraft.files.windows import target_window
 from redraft.heads import options
 from redraft.heads.draft import Batch, DraftStep, Dtype, TargetSignal, Weights, final_hidden
@@ -103,6 +103,20 @@ class Mtp(nn.Module):
     def engine_output(self) -> int:
         return self.layout.engine_output
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Convert the layer, as `.to` does, but keep tensors in float32 that engines keep in it."""
+        wide = {
+            name: tensor
+            for name, tensor in self.named_buffers()
+            if any(part in name for part in self.layout.float32)
+        }
+        super()._apply(fn, recurse)
+        for name, tensor in wide.items():
+            converted = self.get_buffer(name)
+            if converted.dtype.itemsize < tensor.dtype.itemsize:
+                converted.data = tensor.to(converted.device)
+        return self
+
     def step(
         self, ids_BT: Tensor, feature_BTD: Tensor, position_ids_BT: Tensor, memory: Memory
     ) -> tuple[Tensor, Tensor]:
@@ -162,11 +176,15 @@ class Mtp(nn.Module):
         with torch.no_grad():
             self.combine.weight[:, start : start + hidden].copy_(torch.eye(hidden))
 
-    def checkpoint_tensors(self, weights: Weights = None) -> dict[str, Tensor]:
-        """Return the layer's tensors, or `weights`, under the names of the target's checkpoint."""
-        return self.layout.to_checkpoint(
+    def checkpoint_tensors(self, weights: Weights = None, dtype: Dtype = None) -> dict[str, Tensor]:
+        """Return the layer's tensors, or `weights`, under the names of the target's checkpoint.
+
+        They are in `dtype`, as the target's would be. None means their own dtypes.
+        """
+        tensors = self.layout.to_checkpoint(
             weights or self.state_dict(), self._target_config.num_hidden_layers
         )
+        return tensors if dtype is None else cast(tensors, dtype, self.layout.float32)
 
     def export(
         self,
@@ -185,9 +203,8 @@ class Mtp(nn.Module):
             self.layout.count_key: 1,
             "redraft": self.record(),
         }
-        write_head(
-            folder, self.checkpoint_tensors(weights), config, dtype or self.combine.weight.dtype
-        )
+        stored = dtype or self.combine.weight.dtype
+        write_head(folder, self.checkpoint_tensors(weights), config, stored, self.layout.float32)
 
     def record(self) -> dict[str, Any]:
         """Return the `redraft` section for config.json.

@@ -55,6 +55,13 @@ class Layout:
         block: nn.Module = getattr(module, f"{prefix}DecoderLayer")(config, index)
         return block
 
+    @property
+    def float32(self) -> tuple[str, ...]:
+        """Parts of the names of tensors that transformers and engines keep in float32."""
+        module, prefix = self._module()
+        kept = getattr(module, f"{prefix}PreTrainedModel")._keep_in_fp32_modules_strict
+        return tuple(kept or ())
+
     def rotary(self, config: Any) -> nn.Module:
         module, prefix = self._module()
         name = next(

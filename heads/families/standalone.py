@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from redraft.files.checkpoint import (
     attention_of,
+    choose_dtype,
     load_causal_lm,
     load_tokenizer,
     new_model,
@@ -126,7 +127,10 @@ class StandaloneDraft(nn.Module):
         ] = {}  # keyed by address, so that tied weights stay one tensor and are stored once
         state = {
             name: cast.setdefault(
-                tensor.data_ptr(), tensor.to(dtype) if tensor.is_floating_point() else tensor
+                tensor.data_ptr(),
+                tensor.to(choose_dtype(self.model, name, dtype))
+                if tensor.is_floating_point()
+                else tensor,
             )
             for name, tensor in weights.items()
         }

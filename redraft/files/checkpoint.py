@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -85,12 +87,29 @@ def attention_of(config: Any) -> str | None:
 def new_model(config: Any, dtype: torch.dtype | None) -> Any:
     """Create an untrained causal LM; `attention_of` sets its attention.
 
-    Raises the same errors as `model_class`.
+    Its weights have the dtypes that `load_causal_lm` gives them. Raises the same errors as
+    `model_class`.
     """
     config = copy.deepcopy(config)  # copied, because the model modifies the config
-    return model_class(config).from_config(
+    model = model_class(config).from_config(
         config, dtype=dtype, attn_implementation=attention_of(config)
     )
+    usual = model.dtype
+    for name, weight in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if weight.dtype == usual:
+            weight.data = weight.data.to(choose_dtype(model, name, usual))
+    return model
+
+
+def choose_dtype(model: Any, name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a weight in a causal LM whose weights usually have `dtype`.
+
+    transformers keeps a few weights in float32. In bfloat16, for example, the biases that choose
+    among DeepSeek's experts would choose others.
+    """
+    kept = model._get_dtype_plan(dtype).items()  # by patterns like those of `glob`
+    found = (wide for part, wide in kept if re.search(part.replace("*", ".*"), name))
+    return next(found, dtype)
 
 
 Model = str | Path | TargetFolder

@@ -69,19 +69,17 @@ def write_head(
 ) -> None:
     """Write a head's `config.json` and `model.safetensors`.
 
-    Floating-point tensors are written in `dtype`, except for those whose names begin with one of
-    the prefixes in `float32`, which are written in float32. Tensors of the earlier export `like`
-    that the head does not have, such as copies of the target's embeddings, are written again,
-    because a server accepts only drafts with the tensors of the one that it was started with.
+    The tensors are written as in `cast`. Tensors of the earlier export `like` that the head does
+    not have, such as copies of the target's embeddings, are written again, because a server accepts
+    only drafts with the tensors of the one that it was started with.
     """
     if like is not None:
         tensors = {**tensors, **read_tensors(like, tensor_files(like).keys() - tensors.keys())}
+    stored = cast(tensors, dtype, float32)
     folder.mkdir(parents=True, exist_ok=True)
-    types = {name: torch.float32 if name.startswith(float32) else dtype for name in tensors}
-    cast = {n: t.to(types[n]) if t.is_floating_point() else t for n, t in tensors.items()}
     # Clone, because safetensors does not accept tensors that share memory.
     save_file(
-        {n: t.detach().cpu().contiguous().clone() for n, t in cast.items()},
+        {n: t.detach().cpu().contiguous().clone() for n, t in stored.items()},
         folder / WEIGHTS,
         {"format": "pt"},
     )
@@ -91,6 +89,19 @@ def write_head(
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
     (folder / CONFIG).write_text(json.dumps({**config, **named_dtype}, indent=2) + "\n")
+
+
+def cast(
+    tensors: Mapping[str, Tensor], dtype: torch.dtype, float32: tuple[str, ...] = ()
+) -> dict[str, Tensor]:
+    """Return the tensors with floating-point numbers in `dtype`.
+
+    Those whose names contain one of the parts in `float32` are in float32.
+    """
+    types = {
+        name: torch.float32 if any(part in name for part in float32) else dtype for name in tensors
+    }
+    return {n: t.to(types[n]) if t.is_floating_point() else t for n, t in tensors.items()}
 
 
 def _is_packed(tensor: Tensor, mine: Tensor) -> bool:

@@ -9,8 +9,9 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from redraft.files.artifact import publish
-from redraft.files.checkpoint import load_causal_lm, load_tokenizer
+from redraft.files.checkpoint import load_causal_lm, load_tokenizer, new_model
 from redraft.files.folder import is_hub_name, model_folder
+from tests.helpers.target_families import make_config
 
 
 def make_model(**config: object) -> LlamaForCausalLM:
@@ -125,3 +126,26 @@ def test_a_hub_name_is_looked_up_and_its_absence_said_in_one_line(monkeypatch):
 
 def test_the_folder_of_a_local_model_is_itself(tmp_path):
     assert model_folder(tmp_path) == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("model_type", "part"),
+    [
+        ("llama", None),
+        ("deepseek_v3", "e_score_correction_bias"),
+        ("nemotron_h", "e_score_correction_bias"),
+        ("ernie4_5_moe", "gate.weight"),
+    ],
+)
+def test_a_new_model_has_the_dtypes_of_a_loaded_one(
+    model_type: str, part: str | None, tmp_path: Path
+) -> None:
+    config = make_config(model_type)
+    new_model(config, torch.float32).save_pretrained(tmp_path)
+    new, loaded = (
+        {name: tensor.dtype for name, tensor in model.state_dict().items()}
+        for model in (new_model(config, torch.bfloat16), load_causal_lm(tmp_path, torch.bfloat16))
+    )
+    assert new == loaded
+    wide = {name for name, dtype in new.items() if dtype == torch.float32}
+    assert bool(wide) == any(part is not None and part in name for name in new)

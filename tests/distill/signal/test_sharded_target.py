@@ -11,8 +11,12 @@ import torch
 from launches import ROOT, accelerate_launch, require, run_all
 from transformers import PreTrainedTokenizerFast
 
+from redraft.distill.signal.sharded import load_sharded
+from redraft.files.checkpoint import load_causal_lm, new_model
+from redraft.files.target_folder import TargetFolder
 from redraft.files.target_sizes import TargetSizes
 from tests.helpers.served_targets import save_served_target
+from tests.helpers.target_families import make_config
 
 GB = 10**9
 
@@ -70,6 +74,28 @@ def test_each_machine_holds_a_whole_target(random_target: Path, tmp_path: Path) 
     machines = accelerate_launch("ddp", "--num_processes", "4", nodes=2)
     run_all(machines, [SCRIPT, str(random_target), str(tmp_path / "four.pt")])
     assert_same(one, torch.load(tmp_path / "four.pt", weights_only=True))
+
+
+def test_shards_are_not_rounded_where_transformers_keeps_float32(tmp_path: Path) -> None:
+    model = new_model(make_config("deepseek_v3"), torch.float32)
+    for name, tensor in model.named_buffers():
+        if "e_score" in name:
+            tensor.copy_(5 + torch.arange(len(tensor)) / 1000)
+    model.save_pretrained(tmp_path / "target")
+    whole = load_causal_lm(tmp_path / "target", torch.bfloat16)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1
+    )
+    try:
+        folder = tmp_path / "target"
+        target = TargetFolder(name=str(folder), folder=folder, dtype="bfloat16")
+        sharded = load_sharded(target, torch.device("cpu"))
+        found = {**dict(sharded.named_buffers()), **dict(sharded.named_parameters())}
+        for name, tensor in whole.state_dict().items():
+            here = found[name]
+            assert torch.equal(getattr(here, "full_tensor", lambda here=here: here)(), tensor), name
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_machines_share_a_target_if_it_leaves_one_of_them_too_little_memory() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,24 @@ def test_a_layer_stitched_in_replaces_the_old_one_and_nothing_else(tmp_path: Pat
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "second").eval()
     ids = torch.tensor([make_ids(20)])
     assert torch.equal(reloaded(ids).logits, model(ids).logits)
+
+
+def test_the_bias_that_chooses_experts_is_not_rounded(tmp_path: Path) -> None:
+    """Around 5, the numbers of bfloat16 are 1/32 apart."""
+    head, model = make_head("deepseek", tmp_path)
+    bias_E = head.block.mlp.gate.e_score_correction_bias
+    bias_E.copy_(5 + torch.arange(len(bias_E)) / 1000)
+    name = f"model.layers.{model.config.num_hidden_layers}.mlp.gate.e_score_correction_bias"
+    head.export(tmp_path / "alone", torch.bfloat16)
+    stitched = head.checkpoint_tensors(dtype=torch.bfloat16)
+    for tensors in (load_file(tmp_path / "alone/model.safetensors"), stitched):
+        assert torch.equal(tensors[name], bias_E)
+        assert all(
+            tensor.dtype == torch.bfloat16 for other, tensor in tensors.items() if other != name
+        )
+    served = copy.deepcopy(head).to(torch.bfloat16)
+    assert torch.equal(served.block.mlp.gate.e_score_correction_bias, bias_E)
+    assert served.combine.weight.dtype == torch.bfloat16
 
 
 def write_one_shard(like: Path, folder: Path, tensors: dict[str, torch.Tensor]) -> None:

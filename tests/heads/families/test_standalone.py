@@ -42,7 +42,7 @@ from redraft.heads.families.standalone import (
     prune_layers,
 )
 from redraft.heads.nn.causal_lm import PLAIN_ATTENTION
-from tests.helpers.target_families import FAMILIES, TINY
+from tests.helpers.target_families import FAMILIES, TINY, make_config
 
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
 SIZES |= {
@@ -402,6 +402,20 @@ def test_an_export_in_bf16_leaves_the_training_weights_alone(tmp_path, byte_toke
     )
     for ours, theirs in zip(draft.parameters(), loaded.parameters(), strict=True):
         assert torch.equal(ours.bfloat16(), theirs)
+
+
+def test_an_export_does_not_round_what_transformers_keeps_in_float32(tmp_path, byte_tokenizer):
+    config = make_config("deepseek_v3", vocab_size=len(byte_tokenizer))
+    draft = StandaloneDraft(new_model(config, torch.float32).eval())
+    choices = [tensor for name, tensor in draft.named_buffers() if "e_score" in name]
+    assert choices
+    for number, bias_E in enumerate(choices):
+        bias_E.copy_(5 + number + torch.arange(len(bias_E)) / 1000)
+    draft.export(tmp_path, tokenizer=byte_tokenizer, dtype=torch.bfloat16)
+    loaded = dict(StandaloneDraft.load(tmp_path).named_buffers())
+    for name, tensor in draft.named_buffers():
+        if "e_score" in name:
+            assert torch.equal(loaded[name], tensor), name
 
 
 def test_weights_gathered_elsewhere_are_the_ones_exported(tmp_path, byte_tokenizer):
