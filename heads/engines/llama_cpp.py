@@ -20,17 +20,13 @@ from torch import Tensor
 
 from redraft.files.checkpoint import load_tokenizer
 from redraft.files.folder import read_config
+from redraft.files.gguf_rope import LLAMA3, PLAIN, ROPE_FACTORS, rope, rope_factors
 from redraft.files.gguf_writer import (
-    LLAMA3,
-    PLAIN,
-    ROPE_FACTORS,
     GgufTarget,
     Value,
     interleave,
     layer_keys,
     layer_name,
-    rope,
-    rope_factors,
     write_gguf,
 )
 from redraft.files.target_folder import TargetFolder

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from redraft.files.artifact import require_space
 from redraft.files.checkpoint import first_line, load_tokenizer
+from redraft.files.gguf_rope import restore_rope
 from redraft.files.target_sizes import size_weights
 
 MAGIC = b"GGUF"
@@ -26,6 +27,12 @@ MAGIC = b"GGUF"
 PROBE = "Hello, world!\n\n  def f(x):\n      return x ** 2 + 10  # naïve café, 東京, 🙂\n"
 """Text that a tokenizer must reproduce exactly: indentation, digits, accents, and characters of
 three and four bytes.
+"""
+
+WIDE_GEMMAS = {("gemma2", 46), ("gemma3", 62)}
+"""Architecture and number of layers of the Gemma models with 27B parameters, which scale attention by
+the hidden size per head, not by the size of a head. Files do not state it, and llama.cpp recognises
+the models in the same way.
 """
 
 WRITE_MARGIN = 1.05
@@ -144,8 +151,8 @@ def read_config(path: Path, architecture: str) -> Any:
     """Load the `transformers` config of a GGUF file.
 
     Raises:
-        ValueError: transformers does not support the architecture at all, or not as a causal
-            language model.
+        ValueError: transformers does not support the architecture at all, not as a causal language
+            model, or not with the file's rotary scaling.
     """
     try:
         config = AutoConfig.from_pretrained(
@@ -159,6 +166,17 @@ def read_config(path: Path, architecture: str) -> Any:
             f"{architecture!r}) as a causal language model ({first_line(error)}): get the model as "
             "safetensors"
         ) from error
+    reader = open_gguf(path)
+    try:
+        restore_rope(config, reader, architecture)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}: get the model as safetensors") from None
+    window = reader.fields.get(f"{architecture}.attention.sliding_window")
+    # transformers drops Phi 3's.
+    if window is not None and getattr(config, "sliding_window", 0) is None:
+        config.sliding_window = window.contents()
+    if (architecture, config.num_hidden_layers) in WIDE_GEMMAS:
+        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
     return config
 
 

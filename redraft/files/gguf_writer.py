@@ -10,12 +10,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from redraft.files.artifact import sync
 from redraft.files.gguf import open_gguf, read_header
+from redraft.files.gguf_rope import rope
 
 LAYER = {
     "input_layernorm": "attn_norm",
@@ -33,11 +33,7 @@ LAYER = {
 }
 """Names of a layer's parts in transformers and in llama.cpp."""
 
-PLAIN, LLAMA3 = "default", "llama3"
-"""Types of rotary embeddings that can be written."""
-
 TOKENIZER = "tokenizer."
-ROPE_FACTORS = "rope_freqs.weight"
 UNQUANTISED = frozenset({"F32", "F16", "BF16", "F64"})
 Value = bool | int | float | str | Sequence[int] | Sequence[str]
 
@@ -200,26 +196,3 @@ def layer_keys(config: Mapping[str, Any]) -> dict[str, Value]:
         "rope.freq_base": float(rope(config)["rope_theta"]),
         "vocab_size": config["vocab_size"],
     }
-
-
-def rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rotary parameters of a config.json, under their current names."""
-    found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    kind = found.get("rope_type") or found.get("type") or PLAIN
-    theta = found.get("rope_theta") or config.get("rope_theta") or 10000.0
-    return {**found, "rope_type": kind, "rope_theta": theta}
-
-
-def rope_factors(config: Mapping[str, Any]) -> Tensor:
-    """Return Llama 3's rotary frequency divisors, [E / 2], as llama.cpp's converter writes them."""
-    found, heads = rope(config), config["num_attention_heads"]
-    size = config.get("head_dim") or config["hidden_size"] // heads
-    exponents = torch.arange(0, size, 2, dtype=torch.float64) / size
-    wavelengths = 2 * np.pi * found["rope_theta"] ** exponents
-    # Number of turns within the original context, scaled from 0 (long waves, slowed by `factor`) to
-    # 1 (short waves).
-    turns = found["original_max_position_embeddings"] / wavelengths
-    low, high = found["low_freq_factor"], found["high_freq_factor"]
-    share = ((turns - low) / (high - low)).clamp(0, 1)
-    factors: Tensor = 1 / ((1 - share) / found["factor"] + share)
-    return factors.float()

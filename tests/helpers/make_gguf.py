@@ -11,6 +11,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from redraft.files.checkpoint import load_text_config
+from redraft.files.gguf_rope import ROPE_FACTORS, rope_factors
 
 
 def write_gguf(
@@ -33,6 +34,12 @@ def write_gguf(
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    scaling = config.rope_parameters["rope_type"]
+    if scaling in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(scaling))
+        writer.add_rope_scaling_factor(config.rope_parameters["factor"])
+    elif scaling == "llama3":
+        writer.add_tensor(ROPE_FACTORS, rope_factors(config.to_dict()).numpy())
     writer.add_vocab_size(config.vocab_size)
     add_tokenizer(writer, gguf, tokenizer)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)

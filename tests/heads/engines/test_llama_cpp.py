@@ -23,7 +23,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from benchmarks.llama_server import complete, serving
 from redraft.files.folder import CONFIG
 from redraft.files.gguf import open_gguf
-from redraft.files.gguf_writer import GgufTarget, rope_factors
+from redraft.files.gguf_rope import rope_factors
+from redraft.files.gguf_writer import GgufTarget
 from redraft.files.target_folder import TargetFolder
 from redraft.heads.engines import llama_cpp
 from redraft.heads.engines.exporting import export_draft, require_exportable

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from redraft.engine.server import vllm_server
 from redraft.files.artifact import PROVENANCE, sha256, verify
 from redraft.files.checkpoint import load_causal_lm, load_text_config, load_tokenizer
 from redraft.files.folder import check_model_folder, model_folder
-from redraft.files.gguf import read_header
+from redraft.files.gguf import read_config, read_header
 from redraft.recipes.cli.run import run_guarded
 from redraft.recipes.data.import_gguf import ImportConfig, main
 
@@ -67,6 +68,103 @@ def test_the_folder_has_the_model_the_tokenizer_and_the_template(
         "llama",
         ["F32"],
     )
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}
+YARN = LINEAR | {"rope_type": "yarn"}
+
+
+def write_scaled(
+    rope: dict[str, Any], source: Path, tokenizer: PreTrainedTokenizerFast, folder: Path
+) -> tuple[Path, Path]:
+    """(folder, GGUF file) of `source` with other rotary embeddings."""
+    scaled = shutil.copytree(source, folder / "scaled")
+    config = json.loads((scaled / "config.json").read_text())
+    config |= {"max_position_embeddings": 65536, "rope_parameters": rope}
+    (scaled / "config.json").write_text(json.dumps(config))
+    return scaled, write_gguf(folder / "scaled.gguf", scaled, tokenizer)
+
+
+@pytest.mark.parametrize("rope", [LLAMA3, LINEAR])
+def test_the_folder_scales_its_rotary_frequencies_as_the_file_does(
+    rope: dict[str, Any],
+    random_target: Path,
+    small_tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+) -> None:
+    folder, file = write_scaled(rope, random_target, small_tokenizer, tmp_path)
+    main(ImportConfig(file=file, output=tmp_path / "model"))
+    assert dict(load_text_config(tmp_path / "model").rope_parameters) == rope
+    imported, source = (
+        load_causal_lm(each, torch.bfloat16) for each in (tmp_path / "model", folder)
+    )
+    ids_BT = torch.arange(300)[None]
+    assert torch.equal(imported(ids_BT).logits, source(ids_BT).logits)
+
+
+@pytest.mark.parametrize(
+    ("rope", "named"), [(YARN, "llama.rope.scaling.type = yarn"), (LLAMA3, "rope_freqs.weight")]
+)
+def test_rotary_scaling_that_transformers_drops_is_refused(
+    rope: dict[str, Any],
+    named: str,
+    random_target: Path,
+    small_tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rope = rope | {"original_max_position_embeddings": 4096}  # not Llama 3.1's
+    _, file = write_scaled(rope, random_target, small_tokenizer, tmp_path)
+    assert named in refusal(capsys, file, tmp_path / "out")
+
+
+def config_of(architecture: str, folder: Path, num_layers: int = 6, **attention: Any) -> Any:
+    """The config of a GGUF file without weights, with these keys."""
+    gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
+    writer = gguf.GGUFWriter(folder / "m.gguf", architecture)
+    writer.add_context_length(4096)
+    writer.add_embedding_length(64)
+    writer.add_block_count(num_layers)
+    writer.add_feed_forward_length(128)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(32064)
+    for name, value in attention.items():
+        getattr(writer, f"add_{name}")(value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return read_config(folder / "m.gguf", architecture)
+
+
+def test_phi_3_keeps_its_window(tmp_path: Path) -> None:
+    assert config_of("phi3", tmp_path, sliding_window=2047).sliding_window == 2047
+
+
+def test_gemma_3_scales_the_frequencies_of_full_attention_only(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
+    scaling = {"rope_scaling_type": gguf.RopeScalingType.LINEAR, "rope_scaling_factor": 8.0}
+    rope = config_of("gemma3", tmp_path, **scaling).rope_parameters
+    assert (rope["full_attention"]["rope_type"], rope["full_attention"]["factor"]) == ("linear", 8)
+    assert rope["sliding_attention"]["rope_type"] == "default"
+
+
+@pytest.mark.parametrize(("num_layers", "scalar"), [(48, 256), (62, 32)])
+def test_the_largest_gemma_3_scales_attention_by_the_hidden_size_per_head(
+    num_layers: int, scalar: int, tmp_path: Path
+) -> None:
+    assert config_of("gemma3", tmp_path, num_layers).query_pre_attn_scalar == scalar
 
 
 def test_an_answer_ends_at_the_end_of_a_turn_too(tiny_gguf: Path, tmp_path: Path) -> None:
