@@ -313,6 +313,12 @@ class EndpointHiddenStates(EndpointTarget):
                 description = await asyncio.to_thread(
                     self._storage.take, self._read_url(answer, endpoint), put
                 )
+                # Rows that are absent would stay zero, and be trained on.
+                if description.shape[0] != len(last_TD):
+                    raise StatesLostError(
+                        f"the states belong to a different text: {list(description.shape)} for "
+                        f"{len(last_TD)} tokens"
+                    )
             except StatesLostError as error:
                 lost = error
             else:

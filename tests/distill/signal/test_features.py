@@ -783,11 +783,9 @@ def test_a_teacher_that_names_something_else_ends_training_with_one_line(
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_states_of_another_size_are_lost_and_not_written_anywhere(
-    random_target: Path, tmp_path: Path
-) -> None:
+def test_states_of_another_size_are_lost(random_target: Path, tmp_path: Path) -> None:
     model = load(random_target)
-    for shape in ((500, 3, 64), (16, 3, 32)):
+    for shape in ((500, 3, 64), (16, 3, 32), (9, 3, 64)):
 
         def replace(path: Path, _: int, shape: tuple[int, ...] = shape) -> None:
             write_states(str(path.with_suffix("")), torch.zeros(shape), LAYERS)
