@@ -176,7 +176,7 @@ docs: $(STAMP)  ## build the documentation site, strictly, into outputs/site/htm
 		zensical build --strict --clean --config-file outputs/site/zensical.toml
 	$(BIN)/python docs/build_site.py --finish outputs/site/html
 
-pictures: $(STAMP) browser  ## make the pictures of README and docs, from tables, reports and recordings in the repository
+pictures: $(STAMP) browser  ## make the pictures of README and docs, from tables, recordings and logs in the repository
 	$(BIN)/python -m benchmarks.pictures
 
 clean:  ## remove the environment and outputs

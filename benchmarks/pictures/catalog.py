@@ -4,6 +4,7 @@
 |---|---|
 | journal.jsonl | the learner's journal of a soak on 2026-11-29 (383 s), without a line with a path |
 | terminal.cast | `python -m benchmarks.pictures --record terminal`: the output of a terminal, with times |
+| up.log | output of `redraft up` in `make demo-up` on 2026-11-30, until the demo's kill |
 | manifest.json | `make pictures`: digests of every picture and of its sources |
 """
 
@@ -33,6 +34,13 @@ RECORDINGS = {
     ),
 }
 """The commands of each recording."""
+
+UP = (
+    "make demo-up, 2026-11-30, two CPU cores of an AMD EPYC",
+    "redraft up outputs/parts/smollm2-135m-instruct --folder outputs/demo-up/up "
+    "--capture.fraction 1 -- ...",
+)
+"""Title of the picture of up.log, and the command that printed it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +87,12 @@ PICTURES = (
         path="docs/terminal.svg",
         draw=lambda path: write_whole(path, terminal.draw(DATA / "terminal.cast")),
         files=("benchmarks/pictures/terminal.py", "docs/pictures/terminal.cast"),
+    ),
+    Picture(
+        path="docs/up.svg",
+        draw=lambda path: write_whole(path, terminal.draw_log(DATA / "up.log", *UP)),
+        files=("benchmarks/pictures/terminal.py", "docs/pictures/up.log"),
+        rows=lambda: UP,
     ),
     Picture(
         path="docs/page-learner.png",

@@ -1,9 +1,11 @@
-"""Recordings of a terminal: real commands in a pseudo-terminal, then an SVG of what they printed.
+"""Terminals as SVG: real commands in a pseudo-terminal, or the log of a long run.
 
-    commands ─► bash in a pseudo-terminal ─► docs/pictures/NAME.cast (asciicast 2) ─► SVG
+    commands ─► bash in a pseudo-terminal ─► docs/pictures/NAME.cast (asciicast 2) ─┐
+    docs/pictures/NAME.log: what `redraft up` printed ──────────────────────────────┴─► SVG
 
 The SVG shows the lines one after the other, with pauses of at most `MOST_PAUSE_S`; without
-animation, it shows all of them at once. Nothing else in a recording is changed.
+animation, it shows all of them at once. Nothing else in a recording is changed. Of a log, only some
+lines are shown (`read_log`), and long lines are wrapped between words.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import re
 import signal
 import subprocess
 import termios
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +37,11 @@ GROUND, EDGE, INK, FAINT = "#151b23", "#3d444d", "#dce3ea", "#8d97a3"
 PALETTE = ("#8d97a3", "#ff7b72", "#56d364", "#e3b341", "#79b8ff", "#d2a8ff", "#56d4dd", "#dce3ea")
 ESCAPE = re.compile(r"\x1b\[([\d;?]*)([A-Za-z])|\x1b[()].|\x1b.")
 PROMPT = "$ "
+LOG_COLUMNS = 84
+NEWS = re.compile(r"all files|the learner trains|page:|ready:|learner:")
+STATUS = re.compile(r"\d+ requests done")
+"""Beginnings of the lines of `redraft up` that a picture shows, and of its status line."""
+GAP = "..."
 
 
 def record(commands: Sequence[str], folder: Path, cast: Path) -> None:
@@ -176,10 +184,42 @@ def play(cast: Path) -> tuple[str, list[Row]]:
     return header["title"], screen.rows
 
 
+def read_log(log: Path, command: str) -> list[Row]:
+    """Return the lines of a log of `redraft up` that a picture shows, each with a time.
+
+    Those are the news, the first status line after each of them, and the last status line. A gap
+    stands for the other lines.
+    """
+    lines = log.read_text().splitlines()
+    shown = [PROMPT + command]
+    for number, line in enumerate(lines):
+        is_first = number > 0 and not STATUS.match(lines[number - 1])
+        is_shown = is_first or number == len(lines) - 1 if STATUS.match(line) else NEWS.match(line)
+        if is_shown:
+            shown.append(line)
+        elif shown[-1] != GAP:
+            shown.append(GAP)
+    rows = list[Row]()
+    for number, line in enumerate(shown):
+        style = "bold" if number == 0 else "faint" if line == GAP else ""
+        for part in textwrap.wrap(line, LOG_COLUMNS, subsequent_indent="  "):
+            rows.append(Row([(char, style) for char in part], number * MOST_PAUSE_S))
+    return rows
+
+
 def draw(cast: Path) -> str:
-    """Draw the recording as an SVG that adapts to the page's width, with a dark background."""
-    title, rows = play(cast)
-    width = round(COLUMNS * CHAR_PX + 2 * PADDING_PX)
+    """Draw a recording."""
+    return to_svg(*play(cast), COLUMNS)
+
+
+def draw_log(log: Path, title: str, command: str) -> str:
+    """Draw parts of a log (`read_log`)."""
+    return to_svg(title, read_log(log, command), LOG_COLUMNS)
+
+
+def to_svg(title: str, rows: Sequence[Row], columns: int) -> str:
+    """Draw the rows as an SVG that adapts to the page's width, with a dark background."""
+    width = round(columns * CHAR_PX + 2 * PADDING_PX)
     height = BAR_PX + LINE_PX * len(rows) + 2 * PADDING_PX
     classes = "".join(f".c{number}{{fill:{color}}}" for number, color in enumerate(PALETTE))
     lines = [

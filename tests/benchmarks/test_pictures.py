@@ -12,7 +12,7 @@ import pytest
 from benchmarks.pictures import catalog, charts, terminal
 from benchmarks.pictures.catalog import PICTURES, ROOT, Picture, find_stale, make
 from benchmarks.pictures.tables import Figure, read_cells, read_figures
-from benchmarks.pictures.terminal import Screen, draw, play, record
+from benchmarks.pictures.terminal import Screen, draw, draw_log, play, read_log, record
 
 
 def test_no_picture_is_older_than_the_code_or_data_that_it_is_made_from() -> None:
@@ -130,3 +130,27 @@ def test_long_pauses_are_shortened(tmp_path: Path) -> None:
     cast.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     _, rows = play(cast)
     assert [row.changed_s for row in rows] == pytest.approx([0.1, 0.7, 0.9])
+
+
+def test_a_log_shows_its_news_and_the_status_after_each(tmp_path: Path) -> None:
+    status = [f"{number} requests done, 0 running" for number in range(6)]
+    lines = ["all files are in a", "note: b", "note: c", "ready: <d>", *status[:2]]
+    lines += ["learner: serves v2", *status[2:]]
+    log = tmp_path / "a.log"
+    log.write_text("\n".join(lines))
+    rows = read_log(log, "redraft up T")
+    assert ["".join(char for char, _ in row.cells) for row in rows] == [
+        *("$ redraft up T", "all files are in a", "...", "ready: <d>", status[0], "..."),
+        *("learner: serves v2", status[2], "...", status[5]),
+    ]
+    assert "ready: &lt;d&gt;" in draw_log(log, "title", "redraft up T")
+
+
+def test_a_long_line_of_a_log_is_wrapped_between_words(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    log.write_text(f"ready: {'word ' * 40}")
+    first, *others = read_log(log, "redraft up T")[1:]
+    assert all(len(row.cells) <= terminal.LOG_COLUMNS for row in (first, *others))
+    assert {row.changed_s for row in others} == {first.changed_s}
+    text = " ".join("".join(char for char, _ in row.cells).strip() for row in (first, *others))
+    assert text == log.read_text().strip()
