@@ -270,10 +270,10 @@ FAULTS: tuple[Fault, ...] = (
           ours=f"{KEY} and {VALUE} are swapped", theirs="are swapped"),
     Fault(name="gate and up swapped", plant=swap_tensors(GATE, UP),
           ours=MISSED, theirs="",
-          unseen="it costs 0.03 of tau, too little to detect with 16 prompts and no forecast"),
+          unseen="it lowers tau by 0.03, too little to detect with 16 prompts and no forecast"),
     Fault(name="norms swapped", plant=swap_tensors(*NORMS),
           ours=MISSED, theirs="",
-          unseen="it costs 0.01 of tau, too little to detect with 16 prompts and no forecast"),
+          unseen="it lowers tau by 0.01, too little to detect with 16 prompts and no forecast"),
     Fault(name="final norm all ones", plant=change_tensor("norm.weight", torch.ones_like), ours=MISSED, theirs="",
           unseen="an untrained norm also consists of ones, and the trained norm cannot be guessed"),
     # --- vocabulary, and another target

@@ -21,7 +21,7 @@ SPEEDS = {
 LOADS = ("one request", "eight requests")
 LEARNED = (
     "tau on prose before, after 48, 176, 304, 688 records",
-    "trained offline on the same answers, as many steps",
+    "trained offline on the same answers for as many steps",
 )
 SPEED_WIDTH, LEARNING_WIDTH = 300, 430
 """The chart is narrow, so that its text stays legible on a phone."""
