@@ -15,8 +15,10 @@ from prometheus_client import CollectorRegistry
 
 from redraft.heads.families.eagle3 import Config, Eagle3
 from redraft.heads.target import Target
+from redraft.online.daemon.account import Account
 from redraft.online.daemon.config import load_config
 from redraft.online.engine.pace_status import PaceMetrics
+from redraft.online.journal import Journal
 from redraft.online.page.telemetry import Telemetry
 from redraft.online.records.guard import Guard
 from redraft.recipes.cli.commands import COMMANDS, list_recipes
@@ -151,10 +153,11 @@ def test_every_test_that_a_document_names_exists():
     assert named <= tests, named - tests
 
 
-def test_the_reference_lists_every_metric_and_route():
+def test_the_reference_lists_every_metric_and_route(tmp_path):
     registry = CollectorRegistry()
     PaceMetrics(registry)
     metrics = [*Telemetry().registry.collect(), *registry.collect(), *Guard().collect()]
+    metrics += Account(Journal(tmp_path)).collect()
     text = (ROOT / "docs/reference.md").read_text()
     assert set(re.findall(r"`(redraft_[a-z_]+)`", text)) == {
         f"{metric.name}{'_total' if metric.type == 'counter' else ''}" for metric in metrics

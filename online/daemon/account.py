@@ -2,9 +2,12 @@
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
+
+from prometheus_client.core import GaugeMetricFamily, Metric
 
 from redraft.distill.train.step import StepStats
 from redraft.engine.counts import AcceptanceCounts
@@ -34,6 +37,15 @@ OTHER_REASON_S = 60.0
 different reason at every poll.
 """
 
+REMIND_S = 6 * 3600.0
+"""A fault that lasts is written again after this many seconds, because the page shows the faults of
+the last day.
+"""
+
+
+def name_disk_fault(error: OSError) -> str:
+    return "disk_full" if is_full(error) else "disk_unwritable"
+
 
 class Account:
     def __init__(self, journal: Journal, now_s: Callable[[], float] = time.monotonic) -> None:
@@ -62,18 +74,17 @@ class Account:
         self.journal.write(FaultEntry(what=what, detail=detail, reason=reason))
 
     def disk_fault(self, error: OSError) -> None:
-        self.fault(
-            "disk_full" if is_full(error) else "disk_unwritable", str(error), f"errno-{error.errno}"
-        )
+        self.fault(name_disk_fault(error), str(error), f"errno-{error.errno}")
 
     def begin_fault(self, what: str, detail: str, reason: str = "") -> None:
-        """Report a lasting fault when it begins, and again if its reason changes.
+        """Report a lasting fault when it begins, again if its reason changes, and every REMIND_S.
 
         Changed reasons are written at least OTHER_REASON_S apart.
         """
         now_s = self._now_s()
         known, written_s = self._faults.get((what, detail), (None, -math.inf))
-        if known is None or (reason != known and now_s - written_s >= OTHER_REASON_S):
+        pause_s = REMIND_S if reason == known else OTHER_REASON_S
+        if now_s - written_s >= pause_s:
             self._faults[what, detail] = (reason, now_s)
             self.fault(what, reason, detail)
 
@@ -82,6 +93,21 @@ class Account:
         for what, its in list(self._faults):
             if what in names and detail in (None, its):
                 del self._faults[what, its]
+
+    def remind(self) -> None:
+        """Report faults that have lasted for REMIND_S, also those that are reported only once."""
+        for (what, detail), (reason, _) in list(self._faults.items()):
+            self.begin_fault(what, detail, reason)
+
+    def collect(self) -> list[Metric]:
+        """Return the Prometheus gauge of current faults, for `CollectorRegistry.register`."""
+        current = GaugeMetricFamily(
+            "redraft_current_faults", "Faults that last, by kind", labels=["what"]
+        )
+        # Copied first, because the metrics are read on a different thread.
+        for what, count in Counter(what for what, _ in list(self._faults)).items():
+            current.add_metric([what], count)
+        return [current]
 
     def load_or_set_aside(
         self, load: Callable[[Path], T], path: Path, otherwise: T, consequence: str

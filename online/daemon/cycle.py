@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 from redraft.files.artifact import FileEntry, manifest, verify
 from redraft.files.target_folder import TargetFolder
-from redraft.online.daemon.account import Account
+from redraft.online.daemon.account import Account, name_disk_fault
 from redraft.online.daemon.config import LearnerConfig
 from redraft.online.daemon.inbox import Inbox
 from redraft.online.daemon.judging import Judge
@@ -59,6 +59,7 @@ from redraft.online.learning.trainer import Trainer
 T = TypeVar("T")
 POLL_S = 0.1  # Seconds between two checks for work.
 DISK_RETRY_S = 10.0
+CYCLE = "cycle"  # detail of a disk's fault for which a phase waits
 GOES_ON = "training continues from"  # beginning of the journal entry for a learner's start
 
 
@@ -360,18 +361,21 @@ class Cycle:
             FileNotFoundError, ValueError, NotFiniteError: if `work` raises it, because waiting
                 would not help.
         """
-        is_told = False
-        while True:
-            try:
-                return await work()
-            # Caught first, because FileNotFoundError is an OSError too.
-            except FileNotFoundError:
-                raise
-            except OSError as error:
-                if not is_told:  # reported once per wait, so that it does not fill the page
-                    self.account.disk_fault(error)
-                is_told = True
-                await asyncio.sleep(DISK_RETRY_S)
+        told = ""
+        try:
+            while True:
+                try:
+                    return await work()
+                # Caught first, because FileNotFoundError is an OSError too.
+                except FileNotFoundError:
+                    raise
+                except OSError as error:
+                    # The first error stays the reason, because later ones may name other files.
+                    told = told or str(error)
+                    self.account.begin_fault(name_disk_fault(error), CYCLE, told)
+                    await asyncio.sleep(DISK_RETRY_S)
+        finally:
+            self.account.end_faults("disk_full", "disk_unwritable", detail=CYCLE)
 
     def _count_without_gain(self) -> None:
         """Count a candidate without a gain; after `patience` of them, post BEGIN_AGAIN.

@@ -32,6 +32,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from redraft.engine.process import exiting_on_sigterm
 from redraft.online.daemon import control
 from redraft.online.daemon.account import Account
 from redraft.online.daemon.alarm import Alarm
@@ -54,10 +55,12 @@ from redraft.online.learning.trainer import Trainer
 from redraft.online.page.app import build_app, serve_in_background
 from redraft.online.page.telemetry import Telemetry, to_wandb
 from redraft.online.records.guard import Guard
+from redraft.online.records.nats_config import hide_credentials
 from redraft.online.records.spool import is_in_memory
 
 INGEST_POLL_S = 0.2
 REST_S = 60.0  # between two commands to the other ranks, whose wait must not time out
+RECORDS = "records"  # detail of a fault for which the ingest waits
 
 
 def run(cfg: LearnerConfig) -> None:
@@ -81,7 +84,8 @@ def run(cfg: LearnerConfig) -> None:
         # Only rank 0 uses folders, locks and servers.
         Ranks(candidate).follow()
         return
-    with opened(cfg) as (target, registry, buffer):
+    # Until the loop handles SIGTERM, the first process of a container would ignore it.
+    with exiting_on_sigterm(), opened(cfg) as (target, registry, buffer):
         asyncio.run(_until_signalled(cfg, target, registry, buffer, candidate))
 
 
@@ -121,6 +125,7 @@ async def learn(
         cycle = Cycle(cfg, target, registry, buffer, trainer, members.servers, account)
         guard = Guard(lambda task, reason: account.fault("task_failed", f"{task}: {reason}", task))
         telemetry.registry.register(guard)  # type: ignore[arg-type]  # only `collect` is called
+        telemetry.registry.register(account)  # type: ignore[arg-type]
         learner = Learner(cfg, target, buffer, trainer, cycle, members, account, guard)
         async with AsyncExitStack() as stack:
             if cfg.page.port:
@@ -223,13 +228,11 @@ class Learner:
             async with self._intake:
                 taken = await self._reach.take()
         except OSError as error:
-            self.account.begin_fault(
-                _name_fault(error), str(error.errno), error.strerror or str(error)
-            )
+            self.account.begin_fault(_name_fault(error), RECORDS, error.strerror or str(error))
             return INGEST_POLL_S if isinstance(error, FileNotFoundError) else FULL_DISK_RETRY_S
-        self.account.end_faults(
-            "disk_full", "spool_missing", "spool_unreadable", "broker_unreachable"
-        )
+        # Only this task's own, because a phase may wait for a full disk too.
+        names = ("disk_full", "spool_missing", "spool_unreadable", "broker_unreachable")
+        self.account.end_faults(*names, detail=RECORDS)
         for key, accepted in taken.accepted.items():
             add_acceptance(self._accepted, key, accepted)
         return 0 if taken.counts else INGEST_POLL_S
@@ -368,6 +371,7 @@ class Learner:
         accepted, self._accepted = self._accepted, {}
         for (domain, version), count in accepted.items():
             self.account.acceptance(count, version, domain=domain)
+        self.account.remind()
         self._journal_buffer()
 
     def _report_off(self, what: str, url: str, problem: str, reason: str) -> None:
@@ -381,7 +385,7 @@ class Learner:
             self.account.fault("buffer_damaged", self.buffer.damage.pop(0))
         while (stream := self._reach.stream) is not None and stream.faults:
             name, reason = stream.faults.pop(0)
-            self._report_off(name, "log", stream.ingest, reason)
+            self._report_off(name, "log", hide_credentials(stream.ingest), reason)
         status, now_s = self.buffer.status(), self.clock.now_s()
         if self.clock.problem:
             self.account.begin_fault("clock_jumped", "wall", self.clock.problem)

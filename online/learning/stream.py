@@ -96,6 +96,7 @@ class StreamSource:
         self._pull: Pull | None = None
         # Monotonic time when overwriting messages resumes; infinite if it is not permitted.
         self._erase_from_s = 0.0
+        self._risk = ""  # why this broker may lose records
         self.faults: list[
             tuple[str, str]
             # Faults of the broker as (name, reason), with an empty reason when the fault ends. The
@@ -178,17 +179,15 @@ class StreamSource:
         self._client = await connect(self.ingest, self.config, "learner")
         self._erase_from_s = min(self._erase_from_s, time.monotonic())
         version = self._client.connected_server_version
+        risk = ""
         if (version.major, version.minor) < SAFE_BROKER:
-            reason = (
-                f"NATS {version.major}.{version.minor} may lose records that it acknowledged "
-                "when its disk fills up"
+            risk = (
+                f"NATS {version.major}.{version.minor} may lose records that it acknowledged when its "
+                f"disk fills up: install {'.'.join(map(str, SAFE_BROKER))} or later"
             )
-            self.faults.append(
-                (
-                    "log_may_lose_records",
-                    f"{reason}: install {'.'.join(map(str, SAFE_BROKER))} or later",
-                )
-            )
+        if risk != self._risk:  # otherwise, the fault would outlast an upgrade of the broker
+            self._risk = risk
+            self.faults.append(("log_may_lose_records", risk))
         await provide_stream(self._client.jetstream(), self.config, self.limits, self.registry_id)
         pull = Pull(self._client, self.config.stream, CONSUMER)
         await pull.open()

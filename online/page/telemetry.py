@@ -45,8 +45,9 @@ MAX_VALUES = 64
 DROP_REASONS = (
     *("bad_identifier", "bad_probabilities", "bad_sampling", "corrupt", "corrupt_on_disk"),
     *("damaged_files", "deleted", "duplicate", "evicted", "expired", "foreign", "forgotten"),
-    *("no_rows", "not_finite", "other_adapter", "outside_vocabulary", "oversized"),
-    *("short_states", "spool_unreadable", "stateless", "textless", *CAPTURE_DROP_REASONS.values()),
+    *("no_rows", "not_finite", "other_adapter", "outside_vocabulary", "oversized", "past_target"),
+    *("short_states", "spool_unreadable", "stateless", "textless", "unknown_penalty"),
+    *CAPTURE_DROP_REASONS.values(),
 )
 """Reasons reported by the buffer, then those reported by the servers."""
 

@@ -51,3 +51,31 @@ def test_a_fault_that_has_ended_is_written_when_it_begins_again(tmp_path: Path) 
     account.end_faults("server_unreachable")
     account.begin_fault("server_unreachable", "http://b:1", "again")
     assert reasons(account) == ["http://a:1", "http://b:1", "http://a:1", "again"]
+
+
+def test_a_fault_that_lasts_for_days_is_written_again_and_counts_until_it_ends(
+    tmp_path: Path,
+) -> None:
+    times = [0.0]
+    account = make_account(tmp_path, times)
+    account.begin_fault("log_may_lose_records", "log", "an old broker")  # reported only once
+    account.begin_fault("capture_off", "http://a:1", "no room")
+    account.begin_fault("capture_off", "http://b:1", "no room")
+    assert current(account) == {"log_may_lose_records": 1, "capture_off": 2}
+    account.end_faults("capture_off", detail="http://b:1")
+    for hours in (1, 7, 8, 14):
+        times.append(3600.0 * hours)
+        account.remind()
+    assert reasons(account).count("an old broker") == 3
+    account.end_faults("log_may_lose_records")
+    assert current(account) == {"capture_off": 1}
+    account.end_faults("capture_off")
+    assert current(account) == {}
+
+
+def current(account: Account) -> dict[str, float]:
+    return {
+        sample.labels["what"]: sample.value
+        for metric in account.collect()
+        for sample in metric.samples
+    }

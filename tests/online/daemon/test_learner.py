@@ -7,8 +7,11 @@ import json
 import os
 import re
 import shutil
+import signal
 import threading
+import time
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -651,6 +654,20 @@ def test_zero_retention_with_a_spool_on_a_disk_is_refused(world):
             )
         )
     assert is_in_memory(Path("/dev/shm/not/there/yet"))
+
+
+def test_sigterm_ends_a_learner_that_is_still_starting(world, monkeypatch):
+    """Linux ignores a signal without a handler if it is for the first process of a container."""
+
+    @contextmanager
+    def start_slowly(cfg):
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield time.sleep(PATIENCE_S)
+
+    monkeypatch.setattr("redraft.online.daemon.learner.opened", start_slowly)
+    with pytest.raises(SystemExit) as ended:
+        run(world.config(fleet=FleetConfig(servers=("http://127.0.0.1:1",))))
+    assert ended.value.code == 128 + signal.SIGTERM
 
 
 # --- who may run

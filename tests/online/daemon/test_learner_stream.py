@@ -88,6 +88,23 @@ def test_a_broker_that_goes_away_is_a_fault_that_heals(world, records, tmp_path)
     asyncio.run(main())
 
 
+def test_no_fault_of_the_broker_shows_the_password_of_its_address(world, tmp_path, monkeypatch):
+    monkeypatch.setattr("redraft.online.learning.stream.SAFE_BROKER", (99, 1))
+    rights = "authorization { users: [ {user: learner, password: secret} ] }"
+
+    async def main():
+        with running_broker(tmp_path / "nats", rights) as broker:
+            url = broker.url.replace("nats://", "nats://learner:secret@")
+            async with world.fleet(), world.learner(spool=None, ingest=url) as task:
+                await until(lambda: world.entries("fault"), task)
+
+    asyncio.run(main())
+    (fault,) = world.entries("fault")
+    assert fault.what == "log_may_lose_records"
+    assert "nats://127.0.0.1" in fault.reason
+    assert "secret" not in fault.reason
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [

@@ -18,6 +18,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from redraft.distill.train.loop import write_offline_unless_logged_in
+from redraft.online.daemon.account import Account
 from redraft.online.journal import (
     AcceptanceEntry,
     BufferEntry,
@@ -33,10 +34,12 @@ from redraft.online.journal import (
 from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.config import BufferConfig
 from redraft.online.page.telemetry import DROP_REASONS, MAX_VALUES, Telemetry, to_wandb
+from redraft.online.records.guard import Guard
 from redraft.online.records.record import CorruptRecordError
 
 NOW_S = 1_800_000_000.0
-GRAFANA = Path(__file__).parents[3] / "recipes" / "deploy" / "grafana"
+ROOT = Path(__file__).parents[3]
+GRAFANA = ROOT / "recipes" / "deploy" / "grafana"
 PROMTOOL = shutil.which("promtool")
 promtool = pytest.mark.skipif(
     PROMTOOL is None, reason="no promtool is installed: apt-get install prometheus"
@@ -67,6 +70,13 @@ def make_observed(folder: Path) -> tuple[Journal, Telemetry]:
 def make_hour(folder: Path) -> tuple[list[Any], Telemetry]:
     """A journal of an hour, and metrics that observed every entry."""
     entries, telemetry = make_journal(folder, NOW_S).read().entries, Telemetry()
+    account = Account(Journal(folder))
+    account.begin_fault("disk_full", "records")
+    guard = Guard()
+    with guard.round("ingest"):
+        raise KeyError
+    for collector in (account, guard):
+        telemetry.registry.register(collector)
     for entry in entries:
         telemetry.observe(entry)
     return entries, telemetry
@@ -185,6 +195,11 @@ def test_clients_cannot_make_labels_without_end(tmp_path: Path):
 
 
 def test_the_buffers_reasons_are_there_before_the_first_drop(tmp_path: Path):
+    files = [ROOT / "online" / "learning" / name for name in ("buffer.py", "rolling_files.py")]
+    texts = [file.read_text() for file in files]
+    counted = {reason for text in texts for reason in re.findall(r'counts\["(\w+)"\]', text)}
+    assert "unknown_penalty" in counted
+    assert counted <= {*DROP_REASONS}
     with Buffer(BufferConfig(), "a target") as buffer:
         buffer.append([(b"damaged", CorruptRecordError("torn"))], now_s=1.0)
         assert set(buffer.status().counts) <= set(DROP_REASONS)
@@ -221,7 +236,7 @@ def test_every_expression_asks_for_metrics_and_labels_that_exist(tmp_path: Path)
     labels = {label for _, pairs in scraped for label, _ in pairs} | {"instance"}
     assert len(expressions()) > 30
     for expr in expressions():
-        expr = expr.replace('up{job="redraft"}', "0")  # Prometheus sets these itself
+        expr = expr.replace("(up == 0", "(0")  # Prometheus sets this itself
         asked = re.findall(r"\bredraft_\w+", expr)
         assert asked, expr
         assert set(asked) <= names, expr
@@ -292,30 +307,39 @@ def test_promtool_takes_every_expression_and_the_exposition(tmp_path: Path):
 
 
 QUIET = {
-    'up{job="redraft"}': "1x600",
-    "redraft_last_entry_timestamp_seconds": "0+60x600",
+    'up{job="any",instance="one"}': "1x600",
+    'up{job="other",instance="one"}': "0x600",
+    'redraft_last_entry_timestamp_seconds{job="any",instance="one"}': "0+60x600",
     'redraft_phase{phase="halted"}': "0x600",
     'redraft_drafts_total{server="a"}': "0+600x600",
     'redraft_accepted_tokens_total{server="a"}': "0+1200x600",
     'redraft_server_draft_info{server="a",version="v1"}': "1x600",
     'redraft_server_draft_info{server="b",version="v1"}': "1x600",
-    'redraft_swaps_total{outcome="swapped"}': "0+1x600",
+    'redraft_swaps_total{outcome="swapped"}': "0x240 20x360",
     'redraft_swaps_total{outcome="rolled_back"}': "3x600",
     'redraft_swaps_total{outcome="refused"}': "0x600",
     'redraft_dropped_records_total{reason="evicted"}': "0+50x600",
     'redraft_dropped_records_total{reason="corrupt"}': "4x600",
     "redraft_skipped_records_total": "9x600",
     "redraft_lag_seconds": "5x600",
+    "redraft_lag_records": "9x600",
+    'redraft_failed_rounds_total{task="watch"}': "0x300 3x300",
+    'redraft_current_faults{what="server_note"}': "1x600",
+    'redraft_current_faults{what="server_unreachable"}': "_x300 1x10 _x290",
     'redraft_gate_verdicts_total{verdict="inconclusive"}': "0x60 0+1x540",
     'redraft_gate_verdicts_total{verdict="promote"}': "0x60 0+1x540",
     'redraft_gate_verdicts_total{verdict="reject"}': "0x600",
 }
 """Ten hours of a working learner, one sample per minute."""
 
+LAST = 'redraft_last_entry_timestamp_seconds{job="any",instance="one"}'
+
 TROUBLE = {
     "RedraftDraftHardlyAccepted": {'redraft_accepted_tokens_total{server="a"}': "0+12x600"},
     "RedraftHalted": {'redraft_phase{phase="halted"}': "0x300 1x300"},
-    "RedraftSilent": {"redraft_last_entry_timestamp_seconds": "0+60x500 30000x100"},
+    "RedraftSilent": {LAST: "0+60x500 30000x100"},
+    "RedraftFault": {'redraft_current_faults{what="disk_full"}': "_x500 1x100"},
+    "RedraftTaskFails": {'redraft_failed_rounds_total{task="ingest"}': "_x500 1+60x100"},
     "RedraftRolledBack": {'redraft_swaps_total{outcome="rolled_back"}': "3x595 4x5"},
     "RedraftSwapRefused": {'redraft_swaps_total{outcome="refused"}': "0x595 1x5"},
     "RedraftFleetSplit": {
@@ -358,9 +382,34 @@ def test_a_learner_that_works_raises_no_alert(tmp_path: Path):
 
 @promtool
 def test_one_of_several_learners_that_cannot_be_scraped_is_missed(tmp_path: Path):
-    assert fired({'up{job="redraft",instance="another"}': "1x500 0x100"}, tmp_path / "one") == {
-        "RedraftSilent"
+    another = {
+        'up{job="any",instance="another"}': "1x500 0x100",
+        LAST.replace("one", "another"): "0+60x500 stale",
     }
+    assert fired(another, tmp_path / "one") == {"RedraftSilent"}
+
+
+SWAPPED = 'redraft_swaps_total{outcome="swapped"}'
+LAG_S, LAG = "redraft_lag_seconds", "redraft_lag_records"
+
+
+@promtool
+@pytest.mark.parametrize(
+    ("changes", "is_behind"),
+    [
+        # Nothing is trained during a rollout.
+        ({SWAPPED: "0+1x600", "redraft_skipped_records_total": "9+5x600"}, False),
+        # Three records at night, or a learner that sleeps.
+        ({LAG_S: "0+60x600", LAG: "3x600"}, False),
+        ({LAG_S: "0+60x600", LAG: "100x600"}, False),
+        # Training hangs.
+        ({LAG_S: "5x480 5+60x120", LAG: "9x480 9+20x120"}, True),
+    ],
+)
+def test_a_rollout_a_sleep_and_a_night_are_not_behind_the_traffic(
+    tmp_path: Path, changes: dict[str, str], is_behind: bool
+):
+    assert fired(changes, tmp_path / "lag") == ({"RedraftBehindTraffic"} if is_behind else set())
 
 
 @promtool

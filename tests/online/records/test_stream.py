@@ -446,6 +446,13 @@ async def test_a_release_of_nats_that_loses_records_is_told(
     assert name == "log_may_lose_records"
     assert reason.endswith("install 99.1 or later")
     await source.close()
+    await source.take()
+    assert len(source.faults) == 1
+    await source.close()
+    monkeypatch.setattr("redraft.online.learning.stream.SAFE_BROKER", (0, 1))  # after an upgrade
+    await source.take()
+    assert source.faults[1:] == [("log_may_lose_records", "")]
+    await source.close()
 
 
 @in_event_loop
