@@ -69,9 +69,10 @@ class Connector(ExampleHiddenStatesConnector):  # type: ignore[misc]
     @cached_property
     def _target(self) -> tuple[str, str]:
         """Return lineage and fingerprint of the target; empty if its files cannot be read here."""
-        name = self._vllm_config.model_config.model
+        served = self._vllm_config.model_config
         try:
-            target = TargetFolder(name=name, folder=model_folder(name))
+            folder = model_folder(served.model, served.revision)
+            target = TargetFolder(name=served.model, folder=folder)
             return target.lineage, target.fingerprint
         except (OSError, ValueError):
             return "", ""

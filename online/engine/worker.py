@@ -189,8 +189,9 @@ def install(worker: Any) -> None:
     # The target's fingerprint is stored in records, and is used to refuse drafts for a different
     # target. If it cannot be computed, both capture and swaps are switched off.
     with _switching_off(state, *(["capture", "swap"] if config.capture.is_on else ["swap"])):
-        name = worker.vllm_config.model_config.model
-        target = TargetFolder(name=name, folder=model_folder(name))
+        served = worker.vllm_config.model_config
+        folder = model_folder(served.model, served.revision)
+        target = TargetFolder(name=served.model, folder=folder)
         state.target_fingerprint = target.fingerprint
         if config.registry is not None or config.targets:  # only swaps and loads use it
             state.target_lineage = target.lineage
@@ -210,8 +211,8 @@ def install(worker: Any) -> None:
         watch_pushes(worker, roots)
     # e.g. no safetensors files; weights from files are then not compared.
     with suppress(Exception):
-        folder = model_folder(worker.vllm_config.model_config.model)
-        state.target_tensors = describe_target(folder)
+        served = worker.vllm_config.model_config
+        state.target_tensors = describe_target(model_folder(served.model, served.revision))
     with _switching_off(state, "swap"):
         if config.registry is not None:
             _prepare_cache(worker, config.swap.cache)
@@ -247,13 +248,14 @@ def _identify_draft(worker: Any, registry: Path | None) -> None:
         return
     # Name of a draft from outside the registry, used until the first swap.
     state.draft_version = "start"
-    folder = model_folder(speculative.draft_model_config.model).resolve()
+    draft, served = speculative.draft_model_config, worker.vllm_config.model_config
+    folder = model_folder(draft.model, draft.revision).resolve()
     if registry is not None and folder.parent == registry.resolve():
         state.draft_version = folder.name
         with suppress(OSError):
             state.manifest_sha256 = hash_manifest(folder)
     family = find_method(speculative.method, parallel_drafting=speculative.parallel_drafting)
-    is_target = folder == model_folder(worker.vllm_config.model_config.model).resolve()
+    is_target = folder == model_folder(served.model, served.revision).resolve()
     if family is not None and family.is_in_target and is_target:
         raise ValueError(
             f"the {family.title} layer is served from the target's folder: start the server with "

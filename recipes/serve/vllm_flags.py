@@ -179,6 +179,12 @@ CLASHES = (
         counts=is_many,
     ),
     Clash(
+        flag="revision",
+        reason="has no effect, because redraft up serves the main branch of a hub name from its folder",
+        way_out="run `hf download NAME --revision REVISION --local-dir FOLDER`, and give FOLDER",
+        beside="up",
+    ),
+    Clash(
         flag="uds",
         reason="serves on a Unix socket, but the learner connects over TCP",
         way_out="use --host and --port",

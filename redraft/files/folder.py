@@ -252,8 +252,10 @@ def refuse_gguf(name_or_path: str | Path) -> None:
         )
 
 
-def model_folder(name_or_path: str | Path) -> Path:
+def model_folder(name_or_path: str | Path, revision: str | None = None) -> Path:
     """Return a model's folder: the given one or, for a hub name, the one in the hub's cache.
+
+    `revision` is the branch, tag or commit on the hub; None means the main branch.
 
     Raises:
         FileNotFoundError: the hub's cache does not contain the model.
@@ -267,10 +269,12 @@ def model_folder(name_or_path: str | Path) -> Path:
     # Never use the network, because looking up a folder must not start a download of many
     # gigabytes. Look up a single file, because `snapshot_download` rejects a snapshot without some
     # files that are never read.
-    config = try_to_load_from_cache(str(name_or_path), CONFIG)
+    config = try_to_load_from_cache(str(name_or_path), CONFIG, revision=revision)
     if not isinstance(config, str):
+        version = f" at revision {revision}" if revision else ""
         raise FileNotFoundError(
-            f"{name_or_path} is neither a local folder nor in the hub's cache: download it first"
+            f"{name_or_path}{version} is neither a local folder nor in the hub's cache: download it "
+            "first"
         )
     return Path(config).parent
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from local_hub import COMMIT, NAME, NOWHERE, run_with_hub, serve_model
+from local_hub import COMMIT, NAME, NOWHERE, keep_in_cache, run_with_hub, serve_model
 from safetensors.torch import save
 
 from redraft.files.folder import (
     fetch_model,
     fingerprint,
+    model_folder,
     read_config,
     read_quantization,
 )
@@ -47,6 +48,29 @@ def test_a_hub_model_is_downloaded_once_without_files_that_nobody_reads(tmp_path
     # without the hub: the cache will do, and so it does for a question about the folder
     for code in (FETCH, FIND):
         assert run_with_hub(code, NOWHERE, tmp_path).stdout.strip() == str(folder)
+
+
+def test_a_revision_in_the_hubs_cache_is_a_folder_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, other = (
+        keep_in_cache(make_folder(tmp_path / "main"), tmp_path / "cache", monkeypatch),
+        "f" * 40,
+    )
+    kept = model_folder(name).parent
+    make_folder(kept / other)
+    (kept.parent / "refs" / "v2").write_text(other)
+    for revision, commit in ((None, COMMIT), ("main", COMMIT), ("v2", other), (other, other)):
+        assert model_folder(name, revision) == kept / commit
+    with pytest.raises(FileNotFoundError, match=f"^{name} at revision v3 "):
+        model_folder(name, "v3")
+    assert model_folder(kept / COMMIT, "v2") == kept / COMMIT, "vLLM reads a folder as it is"
+
+
+def make_folder(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_bytes(FILES["config.json"])
+    return folder
 
 
 def test_old_repositories_give_their_only_weights(tmp_path: Path) -> None:

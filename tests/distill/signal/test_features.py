@@ -1018,7 +1018,7 @@ def test_the_first_rank_writes_states_in_the_format_that_the_server_was_started_
         kv_transfer_config=KVTransferConfig(**json.loads(arguments[3])),
         speculative_config=SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=hf_config)),
         cache_config=SimpleNamespace(block_size=4),
-        model_config=SimpleNamespace(model=str(tiny_target)),
+        model_config=SimpleNamespace(model=str(tiny_target), revision=None),
         additional_config={TARGET_VERSION: "@0123456789ab"},
     )
     monkeypatch.setattr(vllm_connector, "get_tensor_model_parallel_rank", lambda: rank)

@@ -489,12 +489,12 @@ def test_one_api_process_swaps_at_a_time(worker, folders, monkeypatch):
 
 def test_a_layer_that_is_served_from_the_targets_folder_cannot_be_swapped(worker, folders):
     target, alone = map(str, folders)
-    worker.vllm_config.model_config = SimpleNamespace(model=target)
+    worker.vllm_config.model_config = SimpleNamespace(model=target, revision=None)
     speculative = worker.vllm_config.speculative_config
-    speculative.draft_model_config = SimpleNamespace(model=target)
+    speculative.draft_model_config = SimpleNamespace(model=target, revision=None)
     plugin_worker._identify_draft(worker, None)  # a standalone draft may be the target itself
     speculative.method = "mtp"
     with pytest.raises(ValueError, match="MTP"):
         plugin_worker._identify_draft(worker, None)
-    speculative.draft_model_config = SimpleNamespace(model=alone)
+    speculative.draft_model_config = SimpleNamespace(model=alone, revision=None)
     plugin_worker._identify_draft(worker, None)
