@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from redraft.engine import hooks
 from redraft.engine.counters import EMBEDS_BESIDE_DRAFT, LOG_STATS_OFF
+from redraft.engine.machine import VLLM_VERSION
 from redraft.engine.proxies import is_local
 from redraft.online.engine.config import PLUGIN_NAME, PluginConfig, check_pace, read_config
 from redraft.online.engine.domains import LOOKUP_METHODS
@@ -69,6 +70,14 @@ class Endpoint:
     required_tasks = ("generate",)
 
     def __init__(self) -> None:
+        """Read the settings.
+
+        Raises:
+            ValueError, FileNotFoundError: this vLLM is not supported, or a setting is wrong. vLLM
+                logs the error and serves without the routes and the middleware.
+        """
+        if error := hooks.find_unsupported(VLLM_VERSION):
+            raise ValueError(error)
         self.config = read_config()
         self.notes: list[str] = []
         """Flags of this server that are probably mistakes."""

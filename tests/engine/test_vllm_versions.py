@@ -12,7 +12,7 @@ import pytest
 from redraft.engine import hooks, machine
 from redraft.engine.hooks import SUPPORTED, find_unsupported
 from redraft.engine.server import require_runner, vllm_keys
-from redraft.online.engine import plugin, worker
+from redraft.online.engine import plugin, routes, worker
 
 
 @pytest.mark.parametrize(
@@ -52,6 +52,16 @@ def test_the_plugin_of_a_newer_vllm_wraps_nothing_and_says_so(
     (record,) = caplog.records
     assert "0.34.0" in record.getMessage()
     assert record.exc_info is None
+
+
+def test_in_a_newer_vllm_no_request_passes_through_the_plugin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plugins = pytest.importorskip("vllm.plugins")
+    monkeypatch.setenv("VLLM_PLUGINS", "redraft")
+    assert [one.name for one in plugins.load_endpoint_plugins(("generate",))] == ["redraft"]
+    monkeypatch.setattr(routes, "VLLM_VERSION", "0.34.0")
+    assert plugins.load_endpoint_plugins(("generate",)) == []
 
 
 def test_the_hashes_of_vllm_0_33_need_no_dropped_block() -> None:
