@@ -31,7 +31,7 @@ from redraft.online.engine.config import CaptureConfig
 from redraft.online.engine.reduction import ReducedSteps, ScratchMemory, copy_through, reduce_steps
 from redraft.online.engine.request_log import KEPT_STATES, RequestLog, States, VerifiedStep
 from redraft.online.engine.steps import EngineStep, StepPart, StepQueue
-from redraft.online.records.guard import Guard
+from redraft.online.records.guard import Guard, describe
 from redraft.online.records.outlet import open_outlet
 from redraft.online.records.record import Frame, encode_frame
 
@@ -60,6 +60,7 @@ class Capture:
         self.draft_version = draft_version
         self.counts: Counter[str] = Counter()
         self.last_error = ""
+        self._logged: set[str] = set()
         self.target_version: str | None = ""  # None means not yet known, so nothing is recorded
         self.kept_states = KEPT_STATES
         self.queue = StepQueue()
@@ -116,13 +117,15 @@ class Capture:
     def report(self, error: Exception, stage: str) -> None:
         """Count and log an error of capture. Serving continues without the records."""
         self.counts[f"errors_{stage}"] += 1
-        message = f"{type(error).__name__}: {error}"
+        self.last_error = describe(error)
         # Logged once, because an error at every step would flood the log.
-        if message != self.last_error:
+        if self.last_error not in self._logged:
+            self._logged.add(self.last_error)
             logger.warning(
-                "capture failed (%s); serving continues without these records: %s", stage, message
+                "capture failed (%s); serving continues without these records: %s",
+                stage,
+                self.last_error,
             )
-        self.last_error = message
 
     @contextlib.contextmanager
     def reporting(self, stage: str) -> Iterator[None]:

@@ -21,6 +21,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("redraft.guard")
 
 
+def describe(error: Exception) -> str:
+    """Return an error's type and place, and the system's words for an OSError.
+
+    The message is left out, because it may quote a user's words, or name a different file each time.
+    """
+    frame = extract_tb(error.__traceback__)[-1]
+    words = f" ({error.strerror})" if isinstance(error, OSError) and error.strerror else ""
+    return f"{type(error).__name__}{words} in {frame.name}, {frame.filename}:{frame.lineno}"
+
+
 class Guard:
     def __init__(self, report: Callable[[str, str], None] | None = None) -> None:
         """Create a guard that also passes a task and its first failure of each type to `report`."""
@@ -42,9 +52,7 @@ class Guard:
             if (task, kind) in self._logged:
                 return
             self._logged.add((task, kind))
-            # Log the place instead of the message, which may quote a user's words.
-            frame = extract_tb(error.__traceback__)[-1]
-            reason = f"{kind} in {frame.name}, {frame.filename}:{frame.lineno}"
+            reason = describe(error)
             logger.error("%s: failure %d, it continues: %s", task, self.failures[task], reason)
             if self._report is not None:
                 try:

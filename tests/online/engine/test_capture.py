@@ -3,6 +3,8 @@
 They are compared with Hugging Face's forward pass.
 """
 
+import errno
+import logging
 import multiprocessing
 import os
 import sys
@@ -924,6 +926,23 @@ def test_a_spool_that_cannot_be_written_costs_records_only(tmp_path):
     assert records == []
     assert capture.status()["dropped_records_spool"] == 1
     assert capture.status()["last_error"]
+
+
+def test_errors_of_capture_are_logged_once_each_without_a_users_words(
+    tmp_path, caplog, monkeypatch
+):
+    monkeypatch.setattr(capture_module, "logger", logging.getLogger("capture"))
+    capture = Capture(CaptureConfig(spool=tmp_path), "b", "t", "v")
+    for number in range(3):
+        with capture.reporting("hook"):
+            raise KeyError(f"a secret, {number}")
+        with capture.reporting("spool"):
+            raise PermissionError(errno.EACCES, "Permission denied", f"spool/.{number}.partial")
+    hook, spool = (record.getMessage() for record in caplog.records)
+    assert "KeyError in test_errors_of_capture" in hook
+    assert "PermissionError (Permission denied) in test_errors_of_capture" in spool
+    assert capture.status()["errors_hook"] == capture.status()["errors_spool"] == 3
+    assert "secret" not in caplog.text + capture.status()["last_error"]
 
 
 def test_sampling_keeps_the_fraction_it_is_told_and_only_the_tenants(tmp_path):
