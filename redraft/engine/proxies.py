@@ -20,9 +20,12 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 def is_local(host: str) -> bool:
     """Whether `host` is an address of the loopback interface."""
     try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
     except ValueError:
-        return False
+        return host == "localhost"
+    # A server with `--host ::` sees an IPv4 client as ::ffff:127.0.0.1, which is no loopback address
+    # before Python 3.13.
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def is_local_url(url: str) -> bool:

@@ -85,8 +85,9 @@ def test_an_environment_without_a_proxy_stays_as_it_is() -> None:
 
 
 def test_addresses_of_this_machine_are_recognised() -> None:
-    assert all(map(is_local, ("localhost", "127.0.0.1", "127.8.0.1", "::1")))
-    assert not any(map(is_local, ("", "10.0.0.1", "localhost.example")))
+    local = ("localhost", "127.0.0.1", "127.8.0.1", "::1", "::ffff:127.0.0.1")
+    assert all(map(is_local, local))
+    assert not any(map(is_local, ("", "10.0.0.1", "::ffff:10.0.0.1", "localhost.example")))
     assert is_local_url("http://[::1]:8000/v1")
     assert not is_local_url("http://[::1:8000")
 
