@@ -64,6 +64,11 @@ SHUTDOWN_TIMEOUT_S = 30
 records may be written. With vLLM's default of 0, workers and their records are killed at once.
 """
 
+POLLED = "/health,/metrics,/redraft/status,/load"
+"""Routes that probes, Prometheus, a learner and `redraft up` request all the time, which vLLM would
+log each time.
+"""
+
 MODEL_FLAGS = ("method", "draft_sample_method", "rejection_sample_method")
 """Options that do not apply to a lookup without a head."""
 
@@ -161,6 +166,7 @@ def server_command(cfg: ServeConfig) -> list[str]:
             f"the last stage needs it to look up {draft}: use --tensor-parallel-size"
         )
     arguments = ["--speculative-config", json.dumps(vllm_keys(config))]
+    arguments += ["--disable-access-log-for-endpoints", POLLED]
     arguments += template_arguments(folder) if folder else []
     if cfg.capture.is_on:
         arguments += ["--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S)]

@@ -189,7 +189,8 @@ def make_plan(cfg: UpConfig) -> Plan:
         )
     if settings and not cfg.join and is_taken(page_port):
         raise ValueError(f"port {page_port} is in use: change [page] port in {folder / SETTINGS}")
-    require_space(folder, LEAST_FREE_BYTES)
+    if settings is None:  # otherwise, the learner waits for space, and serving must not
+        require_space(folder, LEAST_FREE_BYTES)
     require_memory(target)
     return Plan(
         cfg=cfg,
@@ -492,9 +493,8 @@ def choose_draft(plan: Plan, *, learns: bool, on_cpu: bool = ENGINE_IS_CPU) -> s
 
 def serve_command(plan: Plan, *, learns: bool, on_cpu: bool = ENGINE_IS_CPU) -> list[str]:
     folder = plan.folder
-    # These come before the user's arguments, which take precedence. The status line and the learner
-    # poll these routes.
-    quiet = ["--disable-access-log-for-endpoints", "/metrics,/redraft/status,/load"]
+    # These come before the user's arguments, which take precedence.
+    given: list[str] = []
     command = [
         *COMMAND,
         "serve",
@@ -518,8 +518,8 @@ def serve_command(plan: Plan, *, learns: bool, on_cpu: bool = ENGINE_IS_CPU) -> 
         family = find_family(settings.draft.family)
         command += ["--capture.hidden-states"] if family.is_head else []
         # The learner polls the servers' load.
-        quiet += ["--enable-server-load-tracking"] if settings.fleet.shares_device else []
-        quiet += [] if plan.cfg.join else plan.place.vllm_args
+        given += ["--enable-server-load-tracking"] if settings.fleet.shares_device else []
+        given += [] if plan.cfg.join else plan.place.vllm_args
     if draft := choose_draft(plan, learns=learns, on_cpu=on_cpu):
         command += ["--draft", draft]
         source = DraftSource.parse(draft)
@@ -532,7 +532,7 @@ def serve_command(plan: Plan, *, learns: bool, on_cpu: bool = ENGINE_IS_CPU) -> 
             *(value if isinstance(value, tuple) else [str(value)]),
         ]
     alias = () if "served_model_name" in plan.flags else ("--served-model-name", plan.cfg.target)
-    return [*command, "--", *alias, *quiet, *plan.cfg.vllm_args]
+    return [*command, "--", *alias, *given, *plan.cfg.vllm_args]
 
 
 def run(plan: Plan, *, learns: bool) -> None:

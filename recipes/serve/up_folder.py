@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from redraft.files.artifact import write_whole
+from redraft.files.artifact import is_full, write_whole
 from redraft.files.folder import read_config
 from redraft.files.lock import AlreadyOwnedError, own
 from redraft.files.settings import render_value
@@ -41,7 +41,11 @@ def listed(folder: Path, url: str) -> Iterator[None]:
         with _changing(folder):
             stack.enter_context(own(lock, f"a redraft up at {url}"))
         try:
-            list_server(folder, url)
+            try:
+                list_server(folder, url)
+            except OSError as error:
+                if not is_full(error):  # otherwise, `up.watch` lists it once there is space
+                    raise
             yield
         finally:
             stack.close()

@@ -525,6 +525,26 @@ def test_live_counts_go_before_a_head_if_a_lookup_costs_no_step_ahead(
         assert "--draft" not in up.serve_command(alone, learns=True, on_cpu=True)
 
 
+def test_a_folder_that_has_begun_serves_on_a_full_disk(target, tmp_path, monkeypatch):
+    folder, draft = tmp_path / "all", write_draft(tmp_path / "draft")
+    vllm_args = ("--port", str(free_port()))
+    plan = up.make_plan(UpConfig(target=target, folder=folder, draft=draft, vllm_args=vllm_args))
+    (folder / "registry" / "current").mkdir(parents=True)
+    (folder / "learner.toml").write_text(up.render_settings(plan, plan.draft, 0))
+    monkeypatch.setattr(up, "LEAST_FREE_BYTES", 1 << 62)
+    assert up.make_plan(UpConfig(target=target, folder=folder, vllm_args=vllm_args)).has_begun
+
+    def fail(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr(up_folder, "write_whole", fail)
+        with up_folder.listed(folder, plan.url):
+            full.undo()
+            up_folder.list_server(folder, plan.url)  # by the watch, once there is space
+            assert read_urls(folder) == [plan.url]
+
+
 def test_a_head_alone_is_the_head_that_a_folder_began_with_or_a_new_one(target, tmp_path):
     folder, vllm_args = tmp_path / "all", ("--port", str(free_port()))
     given = UpConfig(target=target, folder=folder, draft="head", vllm_args=vllm_args)
