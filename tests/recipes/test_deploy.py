@@ -112,6 +112,15 @@ def test_the_learner_of_either_reads_its_settings(where, server, tmp_path):
     assert config.nats.ca is not None
 
 
+def test_a_learner_that_shares_the_servers_gpu_pauses_for_their_requests(tmp_path):
+    services = compose()["services"]
+    assert services["vllm"]["deploy"] == services["learner"]["deploy"]
+    for where, shares in (("compose", True), ("kubernetes", False)):
+        (file := tmp_path / "learner.toml").write_text(settings_of_the_learner(where, tmp_path))
+        config = load_config(file)
+        assert (config.fleet.shares_device, config.training.accumulation > 1) == (shares, shares)
+
+
 def test_the_stream_is_full_before_the_broker_and_the_broker_before_its_disk(tmp_path):
     toml = tomllib.loads(manifest("ConfigMap", "redraft-learner")["data"]["learner.toml"])
     in_kubernetes = manifest("ConfigMap", "redraft-log")["data"]["nats.conf"]
@@ -182,7 +191,8 @@ def test_the_commands_of_the_files_are_ours(tmp_path):
     command = mounted(compose()["services"]["vllm"]["command"])
     assert command[0] == "serve"
     config = parse(serve.ServeConfig, serve.__doc__, {}, command[1:], prog="redraft")
-    assert config.vllm_args == ("--host=0.0.0.0", "--port=8000", "--gpu-memory-utilization=0.6")
+    memory, load = "--gpu-memory-utilization=0.6", "--enable-server-load-tracking"
+    assert config.vllm_args == ("--host=0.0.0.0", "--port=8000", memory, load)
     assert (
         config.capture.nats.fleet
         == tomllib.loads((DEPLOY / "compose" / "learner.toml").read_text())["nats"]["fleet"]

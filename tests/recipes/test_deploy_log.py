@@ -11,6 +11,7 @@ import ssl
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import nats
@@ -134,6 +135,41 @@ def test_records_go_from_the_servers_to_the_learner_and_the_probe_passes(log: Br
             await source.close()
         assert await count_stored(log) == 0
 
+    asyncio.run(run())
+
+
+def test_a_renewed_certificate_and_new_keys_need_a_restart_of_the_log_alone(tmp_path: Path) -> None:
+    def make_secrets() -> None:
+        for old in tmp_path.glob("*.nk"):
+            old.unlink()
+        (tmp_path / "users.conf").unlink(missing_ok=True)
+        log_keys.main(log_keys.KeysConfig(folder=tmp_path))
+        command = documented_command("kubernetes/README.md").replace("keys/", f"{tmp_path}/")
+        subprocess.run(shlex.split(command), check=True, capture_output=True)
+
+    async def run() -> None:
+        configuration = read_configuration("kubernetes")
+        with (
+            running_broker(tmp_path / "store", shipped=configuration) as broker,
+            Buffer(BufferConfig(held_out_fraction=0), TARGET) as buffer,
+        ):
+            source = await open_stream(broker, buffer)
+            publisher = Publisher(address(broker), user(broker, "servers"))
+            num_stored = 0
+            for round_number in (1, 2):
+                publisher.write([encode_frame(make_record(next(numbers))) for _ in range(5)])
+                async with asyncio.timeout(300):
+                    while num_stored < 5 * round_number:
+                        with suppress(BrokerError):
+                            num_stored += (await source.take()).counts["stored"]
+                if round_number == 1:
+                    await asyncio.to_thread(make_secrets)
+                    broker.restart()
+            await asyncio.to_thread(publisher.close)
+            assert publisher.counts["published_records"] == num_stored == 10
+            await source.close()
+
+    make_secrets()
     asyncio.run(run())
 
 
