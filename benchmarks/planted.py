@@ -248,10 +248,10 @@ FAULTS: tuple[Fault, ...] = (
           theirs="the draft's rope_type is llama3"),
     Fault(name="norm_before_residual set", plant=set_config(norm_before_residual=True),
           ours="norm_before_residual is true, but the head was trained with false",
-          theirs="norm_before_residual is not false, with which the head was trained"),
+          theirs="norm_before_residual is not false, the value with which the head was trained"),
     Fault(name="norm_output set", plant=set_config(norm_output=True),
           ours="norm_output is true, but the head was trained with false",
-          theirs="norm_output is not false, with which the head was trained"),
+          theirs="norm_output is not false, the value with which the head was trained"),
     # --- layers of the target
     Fault(name="aux layers off by one", plant=set_config(eagle_aux_hidden_state_layer_ids=[1, 3, 6]),
           ours="the head was trained on [2, 4, 7]: off by one",

@@ -134,7 +134,7 @@ class RowReader:
         turns = read_turns(self.row[TOKEN_IDS])
         if len(turns) != num_answers:
             raise UnusableRowError(
-                "with a different number of answers than lists of token ids",
+                "with different numbers of answers and of token id lists",
                 f"{len(turns)}, not {num_answers}",
             )
         return turns

@@ -107,8 +107,8 @@ class Overlap:
             "word for word in training"
         )
         return (
-            f"{found}; removed {self.sharing:,} conversations with them and {self.repeated:,} "
-            "repeated ones"
+            f"{found}; removed {self.sharing:,} conversations that contain them, and "
+            f"{self.repeated:,} repeated conversations"
         )
 
 
@@ -241,7 +241,7 @@ def _text_rows(folder: Path, files: Iterable[Path]) -> Iterator[Row]:
 class Skipped:
     counts: Counter[str] = field(default_factory=Counter)
     first: dict[str, str] = field(default_factory=dict)
-    """Location and details of the first row with each reason."""
+    """For each reason, the location and details of the first row skipped for it."""
 
     def add(self, place: str, error: UnusableRowError) -> None:
         self.counts[error.reason] += 1

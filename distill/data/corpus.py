@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MAX_ANSWER_CHARS = 900
-"""Maximum length of an answer, about 250 tokens of the small target's tokenizer. Answers are short
-enough to be complete, as in a chat.
+"""Maximum length of an answer in characters, about 250 tokens in the small target's tokenizer.
+Answers are short enough to be complete, as in a chat.
 """
 
 MIN_ANSWER_CHARS = 80

@@ -11,8 +11,8 @@ from redraft.distill.data.rows import UnusableRowError
 Message = dict[str, Any]
 """A message has `role` and `content`, which is text. An assistant message may have `reasoning`
 (text), `tool_calls` (as in the chat API, but with the arguments as an object), `cut` if the server
-cut it, and `unlearned`. A tool result has `name` or `tool_call_id` if the data has them. Content of
-several texts also has `parts`, a list of these texts.
+cut it, and `unlearned`. A tool result has `name` or `tool_call_id` if the data has them. If the
+content consists of several texts, `parts` is a list of these texts.
 """
 
 Tool = dict[str, Any]  # a function as vLLM passes it to a chat template, with `type` and `function`
@@ -26,7 +26,7 @@ ROLES = {
     "developer": "system",
     **dict.fromkeys(("ipython", "function", "observation", "function_response"), "tool"),
 }
-"""Roles for speakers with other names, in lower case."""
+"""Roles of speakers that have other names, by the name in lower case."""
 
 CALL_ROLES = ("function_call", "tool_call")
 CALL_KEYS = ("tool_calls", "function_call")
@@ -38,7 +38,9 @@ TOOL_KEYS = ("tools", "functions")  # keys that contain tools in a system prompt
 MEDIA = re.compile(
     r"(image|img|picture|video|audio)s?(_(path|url|file|base64|b64|bytes?)s?)?|pixel_values"
 )
-"""Columns and message keys for media, with a description of their content."""
+"""Pattern for columns and message keys that contain media, optionally with a suffix that describes
+the content.
+"""
 
 SPEAKERS = ("system", "user", "assistant", "tool")
 # Types of content parts that contain text, in both APIs.
@@ -50,20 +52,20 @@ Anthropic's API.
 """
 
 ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
-"""Keys of a tool call that contain its arguments, in OpenAI's API, Llama's, LangChain's and
-Anthropic's.
+"""Keys of a tool call that contain its arguments, in the APIs of OpenAI, Llama, LangChain and
+Anthropic.
 """
 
 EVERYONE = ("all", "user")  # Recipients of a message in gpt-oss's format that is not a call.
 
 FINISHES = ("finish_reason", "stop_reason", "done_reason")
-"""Keys of an answer, or columns about a row's last answer, with the reason why the answer ended.
-The names come from OpenAI's, Anthropic's and Ollama's APIs.
+"""Keys of an answer, or columns about a row's last answer, that give the reason why the answer
+ended. The names come from OpenAI's, Anthropic's and Ollama's APIs.
 """
 
 VERDICTS = ("weight", "train")
-"""Keys that mark an answer as not to be learned if they are 0 or false, in OpenAI's fine-tuning and
-in axolotl.
+"""Keys that exclude an answer from training if their value is 0 or false, in OpenAI's fine-tuning
+format and in axolotl's.
 """
 
 CUTS = (
@@ -73,8 +75,8 @@ CUTS = (
 """Reasons why a server ends an answer before the target ends it."""
 
 REASONING_FIELDS = ("reasoning", "reasoning_content", "thinking")
-"""Fields into which a server moves the reasoning: in vLLM today, in earlier vLLM and other servers,
-and in gpt-oss's template.
+"""Names of the field that contains the reasoning: in current vLLM, in earlier vLLM and other
+servers, and in gpt-oss's template.
 """
 
 
@@ -469,7 +471,7 @@ def require_json(value: Any) -> None:
     except UnicodeEncodeError:  # e.g. half of an emoji, cut by a tool that counts UTF-16 units
         raise UnusableRowError("with an incomplete character", "an unpaired surrogate") from None
     except TypeError as error:
-        raise UnusableRowError("with a value that JSON does not have", str(error)) from None
+        raise UnusableRowError("with a value that JSON cannot represent", str(error)) from None
 
 
 def parse_json(value: Any, name: str) -> Any:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 PROBES = ("a", " a", "a ", "\n", "\n\n", "\n\n1", "  1", "  a", "É ", "a\n ", "'s", "{}", "")
-"""Texts whose ids depend on their neighbours, if a tokenizer has any such dependence."""
+"""Texts that show whether a tokenizer's ids for a text depend on the neighbouring text."""
 
 
 class PieceEncoder:

@@ -188,7 +188,7 @@ class Renderer:
             if not _is_answer(messages[i]) and (is_ended or not split_reasoning(messages[i])):
                 continue
             if messages[i].get("unlearned"):
-                refused["which the data marks as not to be learned"] += 1
+                refused["which the data excludes from training"] += 1
                 continue
             try:
                 turn = self._write(
@@ -392,8 +392,8 @@ def _hint(error: Exception, messages: Sequence[Message]) -> str:
     if not isinstance(error, TypeError) or "dict" not in str(error) or not has_calls:
         return ""
     return (
-        "; a server gives it the arguments of a tool call as an object: write `arguments | "
-        "tojson` in the template"
+        "; a server passes the arguments of a tool call to the template as an object: write "
+        "`arguments | tojson` in the template"
     )
 
 

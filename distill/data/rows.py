@@ -116,8 +116,8 @@ def _is_on_hub(source: str) -> bool:
     path = Path(source)
     if table_format(path) is None and path.is_file():
         cure = (
-            f"give its folder, {path.parent}, to train on texts; write prompts to a "
-            '.jsonl file, one line {"prompt": ...} per prompt'
+            f"to train on texts, give its folder, {path.parent}; to use prompts, write them to a "
+            '.jsonl file with a line {"prompt": ...} for each'
             if table_format(path, TEXTS)
             else f"unpack it, or pack it as {' or '.join(COMPRESSIONS)}"
             if path.suffix.lower() in OTHER_PACKED
@@ -379,7 +379,7 @@ def _load_hub(source: str, split: str) -> datasets.Dataset:
             # A later line contains the names of the configs.
             reason = f"{' '.join(str(error).split())}: give {name}:CONFIG"
         raise ValueError(
-            f"{source} is not a {', '.join(TABLES)} file, not a folder, and cannot be loaded "
+            f"{source} is neither a {', '.join(TABLES)} file nor a folder, and cannot be loaded "
             f"from the hub: {reason}"
         ) from error
 

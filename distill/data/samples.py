@@ -37,9 +37,9 @@ from redraft.files.progress import Progress
 from redraft.files.setting_error import SettingError
 
 CHUNK, CHUNK_CHARS = 256, 1 << 20
-"""Maximum number of conversations, and about the maximum number of characters, that are tokenised
-in one call. A fast tokenizer works on them in parallel, and takes some hundred bytes of memory per
-token.
+"""Maximum number of conversations, and approximate maximum number of characters, that are tokenised
+in one call. A fast tokenizer processes them in parallel, and takes a few hundred bytes of memory
+per token.
 """
 
 
@@ -67,8 +67,8 @@ class SampleStats:
     truncated: int = 0
     """Number of answers truncated at the window because there is no earlier turn to cut at."""
     left_out: int = 0
-    """Number of answers omitted because they end beyond the window, after other answers of the same
-    conversation.
+    """Number of answers omitted because they follow other answers in the same conversation and end
+    beyond the window.
     """
     beyond_window: int = 0
     """Number of conversations whose first answer begins beyond the window."""
@@ -85,18 +85,19 @@ class SampleStats:
     examples: dict[str, str] = field(default_factory=dict)
     """The first question whose answer was refused, for each reason."""
     arguments: Counter[str] = field(default_factory=Counter)
-    """Number of answers by the template arguments (JSON) with which a server starts them."""
+    """Number of answers by the template arguments (JSON) with which a server renders their prompts.
+    """
     ends: Counter[str] = field(default_factory=Counter)
     """Number of answers by stop token (empty for truncated answers)."""
     exact: int = 0
-    """Number of answers whose token ids, and those of their prompt, come from the server."""
+    """Number of answers for which the token ids of answer and prompt come from the server."""
     foreign_ids: int = 0
-    """Number of conversations with a different tokenizer's ids, which were tokenised again from
-    their text.
+    """Number of conversations that contained a different tokenizer's ids and were tokenised again
+    from their text.
     """
     marked_texts: int = 0
-    """Number of plain texts that contain special tokens. They may be rendered chats, which would
-    also train on user turns.
+    """Number of plain texts that contain special tokens. These texts may be rendered chats, and
+    training on them would include the user turns.
     """
     refusals: Counter[str] = field(default_factory=Counter)
     """Number of refused conversations, by the first line of the error."""
@@ -153,8 +154,11 @@ class SampleStats:
             "later answers beyond the window left out": self.left_out,
             f"labels beyond the window left out, {self.share_beyond:.1%} of all": self.labels_beyond,
             "conversations with token ids of a different tokenizer, tokenised again": self.foreign_ids,
-            "tokens of plain text left out, alone in a window": self.lone_tokens,
-            "plain texts with special tokens, trained on in full, even user turns: give `messages`": self.marked_texts,
+            "tokens of plain text left out, each alone in its window": self.lone_tokens,
+            (
+                "plain texts with special tokens, trained on in full, including user turns: give "
+                "`messages` instead"
+            ): self.marked_texts,
         }
         return (f"{count:,} {loss}" for loss, count in counts.items() if count)
 

@@ -22,7 +22,7 @@ class TokenTurn(NamedTuple):
 
     prompt_P: NDArray[np.int32]
     answer_A: NDArray[np.int32]
-    """Token ids of the answer, with the end of turn unless the answer was truncated."""
+    """Token ids of the answer, including the end of turn unless the answer was truncated."""
 
     @property
     def num_tokens(self) -> int:
@@ -114,7 +114,7 @@ def fit_results(
         "where the target calls a tool and the data does not": ours and not theirs,
         "where the data calls a tool and the target does not": theirs and not ours,
         "where the target makes a different call": _functions(ours) != _functions(theirs),
-        "where the data has no result of a call": len(results) < len(theirs),
+        "where the data has no result for a call": len(results) < len(theirs),
         "where the data has a result without a call": len(results) > len(theirs),
     }
     if reason := next((why for why, applies in reasons.items() if applies), ""):

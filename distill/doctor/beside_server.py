@@ -103,7 +103,9 @@ def check_server(pair: Pair, check: ServerCheck, facts: dict[str, str]) -> Itera
             for counts, answer in zip(expected, answers, strict=True)
         ]
     total, foretold = _sum(served), _sum(expected)
-    facts["acceptance"] = f"tau {total.tau:.3f} over {total.num_drafts} drafts of {num_tokens}"
+    facts["acceptance"] = (
+        f"tau {total.tau:.3f} over {total.num_drafts} drafts of {num_tokens} tokens"
+    )
     facts["forecast"] = f"tau {foretold.tau:.3f} on the served text"
     if told.by_context:
         facts["by context"] = f"forecast {format_contexts(told.by_context)}"

@@ -74,7 +74,7 @@ FALLBACK = (
     "Write a class for a bank account with deposit and withdraw.",
 )
 """Questions to ask if the draft's data is unknown. They are enough to detect a useless draft, but
-do not measure a good one.
+not enough to measure a good one.
 """
 
 
@@ -83,14 +83,14 @@ class EngineCheck:
     folder: Path
     """Folder for the engine's log and tensor dumps."""
     dtype: TargetDtype | None = None
-    """Dtype of the engine. If None, it is the dtype of the published forecast, if this machine
-    supports it.
+    """Dtype of the engine. If None, the dtype of the published forecast is used, provided that this
+    machine supports it.
     """
     prompts: str | None = None
     num_prompts: int = 16
     max_tokens: int | None = None
-    """Maximum answer length. Default: the length in the published forecast, or otherwise
-    DEFAULT_MAX_TOKENS.
+    """Maximum answer length. Default: the length in the published forecast, if there is one;
+    otherwise DEFAULT_MAX_TOKENS.
     """
     on_cpu: bool = ENGINE_IS_CPU
 
@@ -306,14 +306,14 @@ def _judge_without_forecast(
             if plan.stored
             else "no forecast was published"
         )
-        yield f"{why}: acceptance must reach 75% of training's acceptance on held-out text"
+        yield f"{why}: acceptance must reach 75% of what training measured on held-out text"
         yield from find_lost_acceptance(counts, measured[-1])
     elif counts.num_drafts < MIN_DRAFTS:
         yield f"{counts.num_drafts} drafts are too few to evaluate acceptance: set --prompts"
     else:
         yield (
-            "acceptance has no reference: only a useless draft, or weights in the wrong order, "
-            "could be detected"
+            "there is no reference for the acceptance: only a useless draft, or weights in the "
+            "wrong order, could be detected"
         )
 
 

@@ -65,8 +65,8 @@ def compare_probes(
         yield Finding(
             f"the loss mask used in training is shifted: its labels {side} (positions "
             f"{_range(labels)} of the probe, but {_range(served_labels)} as served)",
-            "train again with labels from the first token that the assistant writes to its end of "
-            "turn",
+            "train again with labels from the first token that the assistant writes up to and "
+            "including its end of turn",
         )
 
 

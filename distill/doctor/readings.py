@@ -44,8 +44,8 @@ MIN_GAIN = 0.05
 MIN_GAIN_TOKENS = 0.02
 
 MIN_GAIN_OF_ANCHOR = 0.25
-"""Minimum gain for a reading whose feature reveals the next token. Even an intact head may gain a few
-per cent from it.
+"""Minimum gain for a reading that feeds the head a feature which reveals the next token. Even an
+intact head may gain a few per cent from such a feature.
 """
 
 # Every order is tried for up to this many aux layers: 23 other orders for 4 layers.
@@ -62,7 +62,7 @@ class Reading:
     change: Callable[[Any], None]
     """Function that applies the change to a copy of the head."""
     aux_layer_ids: tuple[int, ...] | None = None
-    """Target layers to feed into the head. None for the head's own layers."""
+    """Target layers to feed into the head. If None, the layers in the head's config are used."""
     min_gain: float = MIN_GAIN
     """Minimum gain that counts, as a fraction of the accepted tokens."""
 
@@ -213,8 +213,8 @@ def _swap(head: nn.Module, name: str, partner: str) -> None:
 
 
 READ_BOTH = ("q_proj", "k_proj", "v_proj", "fc", "combine")
-"""Names of the matrices that read concatenated embedding and feature, if they are twice as wide as
-the target.
+"""Names of the matrices that read the concatenated embedding and feature, provided that they are
+twice as wide as the target.
 """
 
 
@@ -350,7 +350,7 @@ def _options(pair: Pair, head: Eagle3 | DFlash) -> Iterator[Reading]:
     for key, change in changes:
         right = str(not getattr(head.config, key)).lower()
         yield Reading(
-            problem=f"{key} is not {right}, with which the head was trained",
+            problem=f"{key} is not {right}, the value with which the head was trained",
             cure=f'write "{key}": {right} {_place(pair, key)}',
             change=change,
         )
@@ -422,8 +422,8 @@ def _anchor_in_context() -> Reading:
     In serving, it does not, because the target processes the anchor only during verification.
     """
     return Reading(
-        problem="the head was trained with the target's feature of the anchor in the context, and "
-        "no engine has it yet",
+        problem="the head was trained with the target's feature of the anchor in the context, "
+        "but no engine has this feature yet when it drafts",
         cure="no change to the folder helps: train again, using only the features before "
         "each block's anchor",
         change=lambda copied: setattr(copied, "sees_anchor", True),

@@ -36,9 +36,9 @@ EAGER: Sequence[tuple[Any, str]] = (
     (blocks, "attend"),
     (causal_lm, "attend"),
 )
-"""Functions that stay outside of graphs. Their loops and branches depend on the documents of a
-batch, and their keys grow by a pair with every draft step, so each case would need a separate
-graph.
+"""Functions that are excluded from compiled graphs. Their loops and branches depend on the
+documents of a batch, and every draft step adds a pair of keys and values, so each case would need a
+separate graph.
 """
 
 

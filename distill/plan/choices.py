@@ -3,8 +3,8 @@
 from typing import Literal
 
 SignalKind = Literal["model", "endpoint", "cache"]
-"""Location of the target: in the training process, on other GPUs, or run before training, with its
-states on disk.
+"""Whether the target runs in the training process, on other GPUs, or before training with its
+states written to disk.
 """
 
 ShardingKind = Literal["none", "zero2", "fsdp2"]

@@ -42,7 +42,7 @@ class Plan:
     target: Any
     """The text config of the target."""
     whole: Any = None
-    """The enclosing config, for a target with images."""
+    """The enclosing config, for a target that also reads images."""
     head: Any
     """The family's options, or the text config of a standalone draft."""
     draft_vocab_size: int = 0

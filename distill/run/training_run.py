@@ -486,8 +486,8 @@ def _refuse_start(family: Family, folder: Path, target: TargetFolder) -> None:
     if layers != sorted({*layers}) or not first <= layers[0] <= layers[-1] <= count:
         raise ValueError(
             f"{folder} reads the layers {layers} (k is the state after k layers), but {target.name} "
-            f"has {first} to {count}: engines count layers differently, so write the layers of the "
-            "training into config.json as vLLM counts them"
+            f"has {first} to {count}: engines count layers differently, so write the layers used in "
+            "training into config.json, as vLLM counts them"
         )
 
 
@@ -518,7 +518,7 @@ def _refuse_head(family: Family, row: Training, cfg: HeadConfig[Any], target: Ta
     asked = getattr(options, "window", None)
     if cfg.start_from is not None and asked is not None and options.views != _views(cfg):
         raise ValueError(
-            f"--head.window {asked} differs from the head of --start-from, which has "
+            f"--head.window {asked} does not match the head of --start-from, which has "
             f"{'; '.join(dict.fromkeys(map(str, _views(cfg))))}: remove the flag"
         )
     if cfg.layout == "speculators" and family.name in ("dflash", "dspark"):

@@ -13,7 +13,7 @@ from redraft.files.printable import printable
 # The server is overloaded or restarting. Retries do not help with other statuses.
 RETRIED_STATUS = {408, 429, 500, 502, 503, 504}
 TLS_FAULTS = {
-    "CERTIFICATE_VERIFY_FAILED": "name a file with its authority in the variable SSL_CERT_FILE",
+    "CERTIFICATE_VERIFY_FAILED": "set SSL_CERT_FILE to a file with its certificate authority",
     "WRONG_VERSION_NUMBER": "it does not use TLS: give its address with http://",
 }
 """Failures that retries do not fix, each with the remedy."""

@@ -347,7 +347,7 @@ class EndpointHiddenStates(EndpointTarget):
         lineage, fingerprint, version = description.target
         if version != "":
             raise ValueError(
-                f"{url} serves weights that were updated after its start "
+                f"{url} serves weights that were updated after it started "
                 f"({version or 'half-written'!r:.80}): restart it with the weights to train on"
             )
         opened = self._opened

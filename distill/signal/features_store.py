@@ -62,7 +62,8 @@ not exhaust the reader's memory.
 """
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}", re.ASCII)
-"""Pattern for names that no file system treats as a folder, a path out of the folder, or a pattern.
+"""Pattern for names that no file system interprets as a folder, as a path that leads out of the
+folder, or as a wildcard pattern.
 """
 
 Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
@@ -83,7 +84,8 @@ class Description:
     crc32: int
     target: tuple[str, str, str | None] = ("", "", "")
     """Lineage and fingerprint of the folder that the server loaded, and the version of its weights
-    if they were updated (`online.engine.target_watch`). Empty values mean unknown or not updated.
+    if they were updated (`online.engine.target_watch`). A value is empty if it is unknown, or if
+    the weights were not updated.
     """
 
     def __post_init__(self) -> None:

@@ -49,8 +49,8 @@ CHUNK = 256
 """
 
 TOP_K_ONLY = (
-    "train a standalone draft on the top k of its vLLM servers (--signal.kind endpoint, "
-    "no --signal.exact)"
+    "train a standalone draft on top-k probabilities from its vLLM servers (--signal.kind "
+    "endpoint, without --signal.exact)"
 )
 """Advice for a target whose exact signal cannot be computed."""
 
@@ -58,7 +58,7 @@ SCORE_BYTES = 2 << 30
 """Memory for the scores of one layer of eager attention, which are [b, H, t, t] in float32."""
 
 LAST = -1
-"""Key of the last hidden states among the streams by layer."""
+"""Key of the last hidden states in the mapping from layers to streams."""
 
 # Words to compare the ids of two vocabularies. Different vocabularies differ even for plain words.
 WORDS = "a draft learns the text of its target"

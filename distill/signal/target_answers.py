@@ -89,7 +89,7 @@ class RegenerationStats:
         counts = {
             "were already there": self.already_there,
             "contain no question": self.without_question,
-            "have no token ids, which this server does not return": self.without_ids,
+            "have no token ids, because this server does not return any": self.without_ids,
             **{f"end {reason}": count for reason, count in self.departed.items()},
         }
         parts += [f"{count:,} {what}" for what, count in counts.items() if count]
@@ -119,7 +119,7 @@ class _Session(NamedTuple):
     turns: list[TokenTurn | None]
     is_cut: bool = False
     departure: str = ""
-    """Why the session ended before the data's conversation did. Empty if it did not."""
+    """Why the session ended before the data's conversation did. Empty if it did not end early."""
 
 
 def prompt_key(conversation: Conversation) -> str:

@@ -78,7 +78,7 @@ def require_shares(family: Family, loop: Loop, signal: Signal, num_processes: in
     if num_processes % size:
         raise ValueError(
             f"{asked} does not divide {num_processes} process{'es' * (num_processes > 1)}: start a "
-            f"multiple of {size}"
+            f"multiple of {size} processes"
         )
     require_even(loop.sequence_length, size)
     if family.name in NO_SHARES:
@@ -89,4 +89,4 @@ def require_shares(family: Family, loop: Loop, signal: Signal, num_processes: in
             "(--signal.kind cache)"
         )
     if loop.compile:
-        raise ValueError(f"{asked} and --loop.compile exclude each other: remove one of them")
+        raise ValueError(f"{asked} and --loop.compile cannot be combined: remove one of them")

@@ -182,8 +182,8 @@ class Distillation:
     ) -> None:
         if optim.accumulation != accelerator.gradient_accumulation_steps:
             raise ValueError(
-                f"accumulation {optim.accumulation} differs from the accelerator's own: pass "
-                f"the same value to both"
+                f"accumulation {optim.accumulation} differs from the accelerator's value: "
+                f"pass the same value to both"
             )
         self.target, self.divergence, self.optim, self.accelerator = (
             target,
@@ -475,8 +475,8 @@ class Distillation:
             ranks, optimizer = _written_by(progress)
             here = f"{describe_layout(self.accelerator)} with {self.optim.name}"
             raise ValueError(
-                f"{folder} was written by {ranks} with {optimizer}: resume with the same, not "
-                f"{here}"
+                f"{folder} was written by {ranks} with {optimizer}: resume with the same setup, "
+                f"not with {here}"
             )
         with without_code(folder, deepspeed=uses_deepspeed()):
             self.accelerator.load_state(str(folder))

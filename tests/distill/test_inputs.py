@@ -96,7 +96,7 @@ def test_every_row_is_used_or_counted_in_both_parts(
         "2 conversations with no answer inside the window; 3 answers cut at the window, with no "
         "earlier turn to cut at; 310 labels beyond the window left out, 41.0% of all",
         "duplicates: 2 of 2 held-out answers also occur word for word in training; "
-        "removed 2 conversations with them and 0 repeated ones",
+        "removed 2 conversations that contain them, and 0 repeated conversations",
     ]
     assert len(data.prompts) == 3
 

@@ -541,7 +541,7 @@ def test_repeated_conversations_and_held_out_answers_are_taken_out_of_training()
     assert kept == [train[1], train[2]]
     assert overlap == Overlap(held_out_answers=2, shared_answers=1, repeated=1, sharing=1)
     assert str(overlap).startswith(
-        "1 of 2 held-out answers also occur word for word in training; removed 1 conversations with them"
+        "1 of 2 held-out answers also occur word for word in training; removed 1 conversations that contain them,"
     )
 
 

@@ -566,7 +566,7 @@ def test_an_answer_that_the_data_marks_is_read_and_not_learned(verdict: dict[str
     messages = [user("a"), say("bad", **verdict), user("b"), say("good", weight=1)]
     ((turn,), refused, _) = write_turns("llama3", {"messages": messages})
     assert ("bad<|eot_id|>" in turn.prompt, turn.answer) == (True, "good<|eot_id|>")
-    assert refused == {"which the data marks as not to be learned": 1}
+    assert refused == {"which the data excludes from training": 1}
 
 
 def test_parts_are_detected_as_vllm_detects_them() -> None:

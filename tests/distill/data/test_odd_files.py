@@ -105,7 +105,9 @@ def test_a_date_of_a_table_in_a_call_costs_its_row(tmp_path: Path) -> None:
     called = {"role": "assistant", "tool_calls": [{"function": function}]}
     rows = [{"messages": [{"role": "user", "content": "Book it."}, called]}] * 2
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=r"2 with a value that JSON does not have .*row 1.*date"):
+    with pytest.raises(
+        ValueError, match=r"2 with a value that JSON cannot represent .*row 1.*date"
+    ):
         load_conversations(str(tmp_path / "a.parquet"))
 
 

@@ -197,7 +197,7 @@ def test_a_sound_head_has_no_better_reading(name: str, world: World) -> None:
         (
             "dspark",
             lambda config: config.update(sample_from_anchor=False, block_size=4),
-            "sample_from_anchor is not true, with which the head was trained",
+            "sample_from_anchor is not true, the value with which the head was trained",
             'write "sample_from_anchor": true at the top level of config.json',
         ),
         (

@@ -137,7 +137,7 @@ def test_an_agentic_session_is_answered_past_three_tool_results_token_by_token(
         ({"at_3": {"tool_calls": [make_call(7)]}}, "a different call"),
         ({"at_3": {"tool_calls": [make_call(1), make_call(2)]}}, "a different call"),
         ({"at_3": {"tool_calls": []}}, "the data does not"),
-        ({"at_4": {"role": "user"}}, "no result of a call"),
+        ({"at_4": {"role": "user"}}, "no result for a call"),
         ({"at_5": {"role": "tool"}}, "result without a call"),
     ],
 )

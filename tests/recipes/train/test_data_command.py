@@ -86,7 +86,7 @@ def test_the_summary_counts_what_is_learned_and_what_is_not(
     )
     first, contents, turns, tokens = out.splitlines()[2:6]
     num_train, num_held_out = (int(first.split(": ")[1].split(", ")[i].split()[0]) for i in (0, 1))
-    assert num_train + num_held_out == 43 - (out.count(" 1 repeated ones"))
+    assert num_train + num_held_out == 43 - (out.count(" 1 repeated conversations"))
     assert num_held_out > 2
     assert contents.split(", ") == [
         "  20 with several turns",
