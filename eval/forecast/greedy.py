@@ -59,8 +59,8 @@ class Continuation:
 
 
 Keep = Callable[[list[Prompt], Callable[[], list[Continuation]]], list[Continuation]]
-"""`keep(prompts, compute)` returns the answers to a batch from an earlier run, or otherwise the
-result of `compute()`.
+"""`keep(prompts, compute)` returns the answers to a batch from an earlier run, or the result of
+`compute()` if there are none.
 """
 
 

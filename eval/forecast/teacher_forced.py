@@ -63,7 +63,8 @@ class Forecastable:
     """
     is_autoregressive: bool = False
     is_block: bool = False
-    """Whether each number of draft tokens needs its own pass, because it changes all predictions.
+    """Whether each number of draft tokens needs a separate pass, because it changes all
+    predictions.
     """
     aux_layer_ids: tuple[int, ...] = ()
     is_sampled: bool = False

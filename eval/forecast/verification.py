@@ -41,7 +41,7 @@ from redraft.heads.draft import DraftStep, ExactTarget
 
 ESTIMATOR_SLOPE, ESTIMATOR_BIAS = 0.5, -0.2
 """Initial coefficients of vLLM's estimator for the log odds of a draft's most probable token. vLLM
-fits both to the traffic. Its fit changes the threshold, but hardly the order of the tokens.
+fits both to the traffic. The fit changes the threshold, but hardly changes the order of the tokens.
 """
 
 NOTHING = -1  # stands for the proposed token if there is none

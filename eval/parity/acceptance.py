@@ -21,8 +21,8 @@ the target's greedy choice are broken differently.
 MAX_APART = 0.25
 
 MIN_SHARE = 0.75
-"""Minimum acceptable share of the acceptance on training's held-out text. A different kind of text
-costs some acceptance, but a wrong input costs far more.
+"""Minimum acceptable share of the acceptance that training measured on held-out text. A different
+kind of text costs some acceptance, but a wrong input costs far more.
 """
 
 NUM_SIGMAS = 3.0  # Number of standard errors allowed for chance.
@@ -108,7 +108,7 @@ def find_too_good(counts: AcceptanceCounts) -> Iterator[Finding]:
     if counts.num_draft_tokens >= MIN_DRAFTS and share > TOO_GOOD:
         yield Finding(
             f"{share:.1%} of the draft tokens are accepted: the draft is a copy of the target, or "
-            "these prompts and answers were trained on",
+            "it was trained on these prompts and answers",
             "serve a smaller draft than the target, or use --prompts that it was not trained on",
         )
 

@@ -197,7 +197,7 @@ def _confidence_differences(
             yield (
                 "confidence",
                 f"draft step {k + 1} estimates an acceptance of {served:.4f}, but training "
-                f"{ours:.4f}",
+                f"estimates {ours:.4f}",
             )
 
 
@@ -233,7 +233,7 @@ def _trained(
 
 
 Expected = tuple[list[Pass], list[tuple[DraftStep, int]]]
-"""The expected passes, and for every drafted token, the draft step and the row that have its
+"""The expected passes, and for every drafted token, the draft step and the row that contain its
 logits.
 """
 

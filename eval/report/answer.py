@@ -147,8 +147,9 @@ def advise_block(entry: Mapping[str, Any], temperature: float) -> str:
     if found is None or (gain := found["gain"])["low"] <= 0:
         return ""
     return (
-        f"At temperature {temperature:g}, block verification of sampled drafts is longer, by "
-        f"forecast: {found['tau']:.2f} tokens per target step, {read_tau(entry):.2f} as served "
+        f"At temperature {temperature:g}, block verification of sampled drafts accepts more "
+        f"tokens, according to the forecast: {found['tau']:.2f} tokens per target step, "
+        f"{read_tau(entry):.2f} as served "
         f"({gain['value']:+.2f}, 95% interval {gain['low']:+.2f} to {gain['high']:+.2f}). On vLLM's "
         "V2 model runner, use redraft serve --draft-sample-method probabilistic "
         "--rejection-sample-method block."

@@ -132,8 +132,8 @@ SAME_SETTINGS: Mapping[str, Any] = {
     "top_k": 0,
     "min_p": 0.0,
 }
-"""Settings that influence acceptance, with their values in reports without them. They must be equal
-in both reports.
+"""Settings that influence acceptance, with the values that are assumed for reports without them.
+They must be equal in both reports.
 """
 
 

@@ -55,8 +55,8 @@ class Baseline:
     limit_share: float | None
     """Time to read the weights once, as a fraction of the step time, if known."""
     speeds: int
-    """Number of speeds over all rounds that differ by more than the factor `CHANGED`. It should be
-    1.
+    """Number of speeds over all rounds, counting only speeds that differ by more than the factor
+    `CHANGED`. It should be 1.
     """
     repeated: int
     """Number of loads that were measured again because a server changed speed."""

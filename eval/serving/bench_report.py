@@ -45,7 +45,7 @@ class DraftReport:
     """Maximum number of draft tokens per step in the first rounds."""
     measured: ByLoad
     is_acceptance_given: bool
-    """Whether --acceptance gives the acceptance; otherwise it was measured."""
+    """Whether the acceptance was given with --acceptance instead of measured."""
     token_ms: Mapping[int, float]
     """Time per draft token, by number of concurrent requests."""
     by_tokens: Mapping[int, Sequence[Prediction]]
@@ -264,7 +264,7 @@ def compose_answer(report: BenchReport) -> Iterator[str]:
         yield "no draft makes this target faster here: serve it without"
     else:
         title = next(draft.title for draft in report.drafts if draft.name == report.served)
-        yield f"{title}: not proven faster, the interval contains 1: serve without a draft"
+        yield f"{title}: not proven faster, because the interval contains 1: serve without a draft"
     if found := report.lossless:
         equal = found.num_prompts - len(found.differences)
         yield f"{equal} of {found.num_prompts} outputs equal the target's own, token for token" + (
@@ -275,14 +275,14 @@ def compose_answer(report: BenchReport) -> Iterator[str]:
     yield (
         f"without a draft: {baseline.mode}, {baseline.tokens_s:.1f} tokens/s, "
         f"{baseline.step_ms:.1f} ms a step"
-        + (f", {100 * share:.0f}% of the memory bandwidth's limit" if share else "")
+        + (f", {100 * share:.0f}% of the memory bandwidth limit" if share else "")
         + (f", {threads} threads" if threads else "")
     )
     yield f"requests were sampled at {describe_sampling(report.settings)}"
     if baseline.speeds > 1:
         yield (
-            f"warning: the server without a draft ran at {baseline.speeds} speeds, so no "
-            "ratio here is sound"
+            f"warning: the server without a draft ran at {baseline.speeds} speeds, so none of "
+            "these ratios is reliable"
         )
 
 

@@ -267,7 +267,7 @@ class Advice:
         if best == ["off"]:
             return f"speculation does not pay at any batch size up to {last.last}: leave it off"
         if not bounded:
-            return f"best {best[0]} up to {count_requests(last.last)}, the most that was measured"
+            return f"best {best[0]} up to {count_requests(last.last)}, the largest number measured"
         limits = [
             f"up to {count_requests(bounded[0].last)}",
             *(f"up to {r.last}" for r in bounded[1:]),

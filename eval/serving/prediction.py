@@ -78,7 +78,7 @@ class Choice:
     """Measurements by number of concurrent requests."""
     costs: StepCosts
     by_tokens: Mapping[int, Sequence[Prediction]]
-    """Predictions by number of concurrent requests, for 0, 1, 2, ... draft tokens; If other numbers
+    """Predictions by number of concurrent requests, for 0, 1, 2, ... draft tokens. If other numbers
     cannot be predicted, only for 0 and the measured number.
     """
     advice: str
@@ -146,9 +146,9 @@ def predict(candidate: Candidate, results: Results, loads: Sequence[int]) -> Cho
     }
     config: Mapping[str, Any] = candidate.speculative_config
     words = (
-        f"{k} tokens, of which vLLM chooses those to verify"
+        f"{k} tokens; vLLM chooses which of them to verify"
         if adaptive.KEY in config
-        else f"up to {k} tokens, as found"
+        else f"up to {k} tokens, as many as are found"
     )
     if not candidate.chooses_length:
         advice = by_load[loads[0]]

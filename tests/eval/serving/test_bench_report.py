@@ -236,7 +236,7 @@ def test_the_answer_has_each_confirmed_draft_with_its_advice_and_what_to_append(
     report = make_report(PAYS, PAYS)
     shown = "\n".join(compose_answer(report))
     assert "n-grams: 1.30x as fast [1.30, 1.30] at 1 request, predicted 1.30x; 1.10x as" in shown
-    assert "up to 2 tokens, as found" in shown
+    assert "up to 2 tokens, as many as are found" in shown
     assert "serve n-grams: vllm serve a target, with\n  --speculative-config" in shown
     assert "6 of 6 outputs equal the target's own" in shown
     assert "sampled at temperature 0, repetition_penalty 1.05, with greedy drafts" in shown

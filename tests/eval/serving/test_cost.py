@@ -112,7 +112,7 @@ def make_advice(*schedule: tuple[int, int, int]) -> Advice:
             "best k = 4 up to 8 requests, k = 2 up to 16, off above 16",
         ),
         ([(1, 8, 4), (9, 20, 0)], "best k = 4 up to 8 requests, off above 8"),
-        ([(1, 8, 4)], "best k = 4 up to 8 requests, the most that was measured"),
+        ([(1, 8, 4)], "best k = 4 up to 8 requests, the largest number measured"),
         ([(1, 8, 0)], "speculation does not pay at any batch size up to 8: leave it off"),
         ([(1, 2, 0), (3, 8, 2)], "off up to 2 requests, k = 2 above 2"),
     ],

@@ -300,7 +300,7 @@ def test_adaptive_verification_is_measured_by_the_rows_that_vllm_verified() -> N
         assert (found.tau, found.rows_per_token) == pytest.approx((1.5, 2.2 / 1.5))
         assert found.accepted_per_s == pytest.approx(found.tokens_per_s / 3)
         assert [row.num_speculative_tokens for row in choice.by_tokens[load]] == [0, 3]
-    assert choice.advice == "3 tokens, of which vLLM chooses those to verify"
+    assert choice.advice == "3 tokens; vLLM chooses which of them to verify"
     assert choice.speculative_config[adaptive.KEY]
     assert choice.speculative_config["num_speculative_tokens"] == 3
 
