@@ -360,8 +360,8 @@ def detect_family_by_tensors(names: Collection[str], folder: Path) -> Family:
             inside = [other.removeprefix(f"{prefix}.") for other in names]
             if match_tensors([rest]) and (family := match_tensors(inside)) is not None:
                 raise ValueError(
-                    f"{folder} has {family.title} tensors that begin with {prefix}., such as "
-                    f"{name}: save the tensors without this prefix"
+                    f"{folder} has {family.title} tensors whose names begin with {prefix}., such "
+                    f"as {name}: save the tensors without this prefix"
                 )
     example = min(names, default="none")
     raise ValueError(f"{folder} contains no draft of a known family: its tensors include {example}")

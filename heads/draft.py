@@ -47,7 +47,7 @@ class Batch:
     off.
     """
     salt: int = 0
-    """Number that varies which rows are selected, for drafts that train on a subset of rows: the
+    """Number that varies the selection of rows, for drafts that train on a subset of them: the
     epoch, or the learner's step number. 0 in evaluation.
     """
     shared: SharedRows | None = None
@@ -258,7 +258,7 @@ class Draft(Protocol):
 
     is_block: bool
     """Whether all tokens come from one block whose length changes them, so that a forecast of K
-    tokens needs its own pass.
+    tokens needs a separate pass.
     """
 
     aux_layer_ids: tuple[int, ...]

@@ -81,7 +81,7 @@ class Unrolled(Options):
     num_steps: int = 1
     """Number of draft steps trained at once."""
     step_decay: float = 0.8
-    """Weight of draft step k in the loss is step_decay^k, with k from 0."""
+    """The weight of draft step k in the loss is step_decay^k, where k starts at 0."""
 
     @property
     def num_tokens(self) -> int:
@@ -283,7 +283,7 @@ class Medusa(Options):
     bias: bool = True
     """Give the linear layers of the residual blocks a bias."""
     step_decay: float = 0.8
-    """Weight of head i in the loss is step_decay^i, with i from 0."""
+    """The weight of head i in the loss is step_decay^i, where i starts at 0."""
 
     @property
     def num_tokens(self) -> int:

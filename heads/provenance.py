@@ -57,7 +57,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     """The forecast, an `eval.forecast.stored.StoredForecast`."""
     # Keys of a learner's versions and checkpoints.
     adapter: str = ""
-    """Name of the target's adapter whose requests trained it."""
+    """Name of the target's adapter whose requests the draft was trained on."""
     copied_from: str = ""
     trained_from: str = ""
     trained_through: float = math.inf

@@ -185,7 +185,7 @@ def numbers(pair: Pair) -> Iterator[Finding]:
         elif tensor.ndim > 1 and not bool(tensor.any()):
             yield Finding(
                 f"{name} is all zeros: it was never trained, or was lost in a conversion",
-                "export the draft again from its training, or train it",
+                "export the draft again from its training run, or train it",
             )
 
 

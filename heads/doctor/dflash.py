@@ -115,7 +115,8 @@ def block_size(pair: Pair) -> Iterator[Finding]:
         said = "missing" if served is None else served
         yield Finding(
             f"block_size is {said}, but the head was trained with {trained or 'an unknown value'}",
-            f'write "block_size": {trained or "the slots of a block in training"} into config.json',
+            f'write "block_size": {trained or "the number of slots per block in training"} into '
+            "config.json",
         )
 
 
@@ -130,7 +131,7 @@ def head_norms(pair: Pair) -> Iterator[Finding]:
         ]
         if missing:
             yield Finding(
-                f"layer {i} lacks {' and '.join(missing)}, and the engine would use ones",
+                f"layer {i} lacks {' and '.join(missing)}, and the engine would use ones instead",
                 "export the head again",
             )
             return

@@ -115,8 +115,8 @@ def _confidence_width(pair: Pair) -> Iterator[Finding]:
         )
     else:
         yield Finding(
-            f"the confidence head reads {width} numbers, but there are {hidden} and {rank} from the "
-            "Markov head",
+            f"the confidence head reads {width} numbers, but the hidden state has {hidden} and the "
+            f"Markov head adds {rank}",
             "export the head again",
         )
 

@@ -98,7 +98,7 @@ def _off_by(served: Sequence[int], trained: Sequence[int]) -> str:
     if len(served) != len(trained) or shifts not in ({1}, {-1}):
         return ""
     return (
-        f": off by one, {'above' if shifts == {1} else 'below'}; layer k is the residual stream "
+        f": off by one, too {'high' if shifts == {1} else 'low'}; layer k is the residual stream "
         "after k layers"
     )
 

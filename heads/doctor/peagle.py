@@ -47,8 +47,8 @@ def stream_norms(pair: Pair) -> Iterator[Finding]:
     is_normed = any(name.startswith("fc_norm.") for name in pair.shapes)
     if pair.is_speculators and is_normed and not pair.layer_config.get("fc_norm"):
         yield Finding(
-            "transformer_layer_config lacks fc_norm, and vLLM reads no other one for "
-            "P-EAGLE: without it, vLLM does not create the checkpoint's norms, and fails to start",
+            "transformer_layer_config lacks fc_norm, and for P-EAGLE vLLM reads this key nowhere else: "
+            "without it, vLLM does not create the checkpoint's norms, and fails to start",
             'write "fc_norm": true into transformer_layer_config, or export the head in the layout '
             '"vllm"',
         )

@@ -94,7 +94,7 @@ def compare_rope(
             yield Finding(
                 f"the draft's {key} is {mine.get(key)}, but the target's is {its.get(key)}",
                 "write the target's rope_parameters and rope_theta into the draft's config.json"
-                + (", unless it was trained without" if is_doubt else ""),
+                + (", unless the draft was trained without them" if is_doubt else ""),
                 is_doubt,
             )
 

@@ -30,7 +30,7 @@ def other_version(engine: Engine, installed: str) -> list[Finding]:
         return []
     return [
         Finding(
-            f"{engine.title} {installed} is installed, and its loaders were read in "
+            f"{engine.title} {installed} is installed, but the rules are based on the loaders of "
             f"{engine.version}: the installed release may read this folder differently",
             f"install {engine.package}=={engine.version}, or compare the acceptance with a forecast",
             is_doubt=True,

@@ -122,8 +122,8 @@ def misnamed_norms(pair: Pair, title: str) -> Iterator[Finding]:
     """Report the norms of later layers, which only vLLM calls `input_layernorm`."""
     if any(name.startswith("layers.1.input_layernorm") for name in pair.shapes):
         yield Finding(
-            f"{title} expects the first norm of layers.1 under the name hidden_norm, and "
-            "leaves it at one",
+            f"{title} expects the first norm of layers.1 under the name hidden_norm, so it would "
+            "leave the weights of this norm at one",
             export_cure(title),
         )
 

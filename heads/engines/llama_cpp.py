@@ -217,8 +217,8 @@ def _refuse_views(pair: Pair) -> Iterator[Finding]:
     for layer, view in enumerate(views):
         if view.window:
             yield Finding(
-                f"layer {layer} has a window of {view.window}, but {TITLE} would let it attend to "
-                "everything",
+                f"layer {layer} has a window of {view.window}, but {TITLE} would let it attend to all "
+                "positions",
                 "train without --head.window",
             )
         elif is_block and view.is_causal:

@@ -96,7 +96,7 @@ def _misread_eagle3(pair: Pair) -> Iterator[Finding]:
     served = [layer + 1 for layer in told] if told else folders.default_layers(pair)
     trained = folders.layers_read(pair)
     if served != trained:
-        source = f"the section {SECTION}" if told else "no section, so its default"
+        source = f"the section {SECTION}" if told else f"its default without {SECTION}"
         yield Finding(
             f"{TITLE} feeds the layers {served} ({source}), but the head was trained on {trained}",
             export_cure(TITLE),

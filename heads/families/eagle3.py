@@ -395,7 +395,7 @@ class Checkpoint:
 
     config: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
-    """Tensors by name. The first layer is `midlayer`; Embeddings and vocabulary maps are not
+    """Tensors by name. The first layer is `midlayer`. Embeddings and vocabulary maps are not
     included.
     """
     draft_ids_W: Tensor | None

@@ -56,7 +56,7 @@ def start_by_least_squares(
     """
     if not head.config.fc_norm or head.config.norm_before_residual:
         raise ValueError(
-            "a start by least squares needs a head with fc_norm and without norm_before_residual"
+            "initialisation by least squares needs a head with fc_norm and without norm_before_residual"
         )
     layer, size = head.midlayer, head.shape.hidden_size
     own_norms: Any = head.fc_norm

@@ -26,12 +26,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 WAYS = 8
-"""Number of slots in a bucket, whose hashes take 64 bytes."""
+"""Number of slots in a bucket. The hashes of a bucket take 64 bytes."""
 
 HASH_BYTES = 8
 BUCKET_BYTES = WAYS * HASH_BYTES
 TOKEN_BITS, OWNER_BITS, VOTE_BITS = 26, 16, 5
-"""Bits of a row's fields, in this order from the lowest bit. The epoch is above them."""
+"""Number of bits in each field of a row, in this order from the lowest bit. The bits above them
+contain the epoch.
+"""
 
 VOTES_AT, EPOCH_AT = TOKEN_BITS + OWNER_BITS, TOKEN_BITS + OWNER_BITS + VOTE_BITS
 TOKENS, OWNERS, VOTES = (1 << TOKEN_BITS) - 1, (1 << OWNER_BITS) - 1, (1 << VOTE_BITS) - 1

@@ -300,7 +300,7 @@ def prune_layers(target: Any, layers: Sequence[int]) -> StandaloneDraft:
         or not 0 <= layers[0] <= layers[-1] < total
     ):
         raise ValueError(
-            f"layers to keep are ascending numbers from 0 to {total - 1}, not {list(layers)}"
+            f"the layers to keep must be ascending numbers from 0 to {total - 1}, not {list(layers)}"
         )
     config = copy.deepcopy(target.config)
     for key, value in target.config.to_dict().items():

@@ -72,10 +72,9 @@ def decoder_layers(model: Any) -> Any:
     layers = getattr(language_model(model), "layers", None)
     if layers is None:
         raise ValueError(
-            f"{type(model).__name__} ({model.config.model_type}) has no `layers` in its "
-            f"decoder, from which a draft reads: choose a different target, or train a draft "
-            f"that reads only its "
-            "last states (medusa or standalone)"
+            f"{type(model).__name__} ({model.config.model_type}) has no `layers` in its decoder for a "
+            "draft to read from: choose a different target, or train a draft that reads only its last "
+            "states (medusa or standalone)"
         )
     return layers
 
@@ -92,7 +91,7 @@ def final_norm(model: Any) -> nn.Module:
     )
     if found is None:
         raise ValueError(
-            f"{type(model).__name__} has no final norm named one of {', '.join(FINAL_NORMS)}"
+            f"{type(model).__name__} has no final norm with one of the names {', '.join(FINAL_NORMS)}"
         )
     return cast(nn.Module, found)
 

@@ -35,8 +35,9 @@ FLEX_BLOCK = 128
 
 MAX_GRAPHS = 256
 """Maximum number of compiled graphs per function and process (PyTorch's recompile limit, whose
-default is 8). Forward, backward, each dtype, each head size, a batch of one row, a single block of
-rows or keys, and each number of own keys need separate graphs: about twenty in one training run.
+default is 8). The forward pass, the backward pass, each dtype, each head size, a batch of one row,
+a single block of rows or keys, and each number of a row's own keys (see `attend`) need separate
+graphs: about twenty in one training run.
 """
 
 
@@ -49,8 +50,8 @@ class Prefixes:
     end_BN: Tensor
     """int64, the position after the last key. Every row has at least one key."""
     is_whole: bool
-    """Whether row n is key n's row and attends to its document up to itself, so that causal kernels
-    can be used.
+    """Whether row n and key n belong to the same position, and the row attends to its document up
+    to itself, so that causal kernels can be used.
     """
     uses_flex: bool
     """Whether to use FlexAttention, the form for GPUs."""

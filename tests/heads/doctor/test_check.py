@@ -217,7 +217,7 @@ def test_an_unbroken_checkpoint_is_clean(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["vllm", "speculators"])
-@pytest.mark.parametrize(("shift", "side"), [(1, "above"), (-1, "below")])
+@pytest.mark.parametrize(("shift", "side"), [(1, "high"), (-1, "low")])
 def test_aux_layers_off_by_one(shift: int, side: str, layout: str, tmp_path: Path) -> None:
     folders = make_pair(tmp_path, make_eagle3, layout=layout)
     edit_config(folders[1], eagle_aux_hidden_state_layer_ids=[k + shift for k in AUX])
