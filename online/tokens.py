@@ -105,8 +105,8 @@ def write_token(path: Path) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         raise FileExistsError(
-            f"{path} exists: servers and learner may use it. Delete it first if it is to be "
-            "replaced"
+            f"{path} exists: servers and the learner may be using it. Delete it first if you want "
+            "to replace it"
         ) from None
     with os.fdopen(descriptor, "w") as file:
         # `open` applies the umask, which may leave less than 0600.

@@ -33,8 +33,8 @@ from redraft.online.learning.trainer import Trainer
 T = TypeVar("T")
 
 OTHER_REASON_S = 60.0
-"""Minimum time in seconds between two reported reasons of one fault, because a server may give a
-different reason at every poll.
+"""Minimum time in seconds between two reports of the reason for a fault, because a server may give
+a different reason at every poll.
 """
 
 REMIND_S = 6 * 3600.0
@@ -51,7 +51,8 @@ class Account:
     def __init__(self, journal: Journal, now_s: Callable[[], float] = time.monotonic) -> None:
         self.journal, self._now_s = journal, now_s
         self._faults: dict[tuple[str, str], tuple[str, float]] = {}
-        """Reason of each current fault, by name and detail, and when it was written."""
+        """Reason for each current fault and the time at which it was written, by name and detail.
+        """
 
     def state(
         self,

@@ -7,7 +7,9 @@ from contextlib import suppress
 import psutil
 
 CACHES = {"LRU_CACHE_CAPACITY": "32", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
-"""Variables of PyTorch and oneDNN, with the number of compiled operations to cache."""
+"""Environment variables that set how many compiled operations PyTorch and oneDNN cache, with the
+values to set.
+"""
 
 
 def bound_caches() -> None:

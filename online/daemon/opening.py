@@ -160,7 +160,7 @@ def _require_fitting(draft: Path, cfg: LearnerConfig, target: TargetFolder) -> N
     if not family.is_in_target and (method := read_quantization(draft)):
         raise ValueError(
             f"{draft} is quantised ({method}), but training needs unquantised weights: set "
-            "draft.initial to those"
+            "draft.initial to a draft with such weights"
         )
     if family.is_head:
         require_head(draft, family.name, target)

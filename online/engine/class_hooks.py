@@ -93,7 +93,9 @@ def end_steps(update: Callable[..., Any]) -> Callable[..., Any]:
 
 
 install_runner = after_start(lambda each: pace.install(each.model_runner))
-"""Wrapper around a worker's start-up, after which its runner skips the draft at 0 draft tokens."""
+"""Wrapper around a worker's start-up that makes its runner skip the draft in steps with 0 draft
+tokens.
+"""
 
 
 def take_drafts(call: Any) -> Any:
@@ -205,4 +207,4 @@ def pass_labels(set_version: Callable[[Any, str], None]) -> Callable[[Any, str],
 
 # Rereading needs the attention groups that vLLM's method creates.
 install_worker = after_start(worker.install)
-"""Wrapper around a worker's start-up, after which the worker records and swaps."""
+"""Wrapper around a worker's start-up that makes the worker record traffic and swap drafts."""

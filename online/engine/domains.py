@@ -26,15 +26,17 @@ OTHER = "(other)"  # The remaining domains are counted under this name.
 LOOKUP_METHODS = ("ngram", "ngram_gpu", "suffix")  # vLLM's methods that use no draft model.
 
 Counts = dict[str, list[int]]
-"""Counts by domain since the server started: [draft tokens; then for each position, the drafts that
-had a token there after only accepted ones, and those whose token there was accepted]. Tokens that
-adaptive verification left out are not counted.
+"""Counts by domain since the server started: [draft tokens; then, for each position, the number of
+drafts that had a token at that position and whose preceding tokens were all accepted, and the
+number of those drafts whose token at that position was accepted]. Tokens that adaptive verification
+left out are not counted.
 """
 
 Loads = dict[str, dict[str, list[int]]]
-"""Counts by domain and load, with adaptive verification: [drafts; then for each position, those
-whose token was accepted]. Every scheduled draft counts, even if none of its tokens was verified.
-Tokens per step fall as the load rises, so only drafts at the same load are comparable.
+"""Counts by domain and load, with adaptive verification: [number of drafts; then, for each
+position, the number of drafts whose token at that position was accepted]. Every scheduled draft
+counts, even if none of its tokens was verified. Tokens per step fall as the load rises, so only
+drafts at the same load are comparable.
 """
 
 

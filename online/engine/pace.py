@@ -54,11 +54,14 @@ def find_decider(vllm_config: Any) -> str:
         return "nothing is drafted"
     # With data parallelism, vLLM itself drops the table, so check this first.
     if vllm_config.parallel_config.data_parallel_size > 1:
-        return "data-parallel replicas must draft equally many tokens: start a server per replica"
+        return (
+            "data-parallel replicas must draft the same number of tokens: start one server per "
+            "replica"
+        )
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         return (
-            "pipeline stages compute several batches in turn, whose drafts come from different "
-            "steps"
+            "pipeline stages compute several batches in turn, and the drafts of these batches come "
+            "from different steps"
         )
     if speculative.use_ngram_gpu() and not vllm_config.use_v2_model_runner:
         return "ngram_gpu must process every step: use ngram instead"

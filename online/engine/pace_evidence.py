@@ -28,15 +28,17 @@ BORROWED = 60  # Maximum weight, in drafts, of other context lengths.
 
 OFFSET, SLOPE = 0.06, 0.1
 """Prior before any measurement: log x = OFFSET + SLOPE g log2(1 + tokens), with g = 1 +
-log2(requests) / 3. A token costs more if many requests keep the machine busy; by how much is
-unknown.
+log2(requests) / 3. A token costs more if many requests keep the machine busy, but it is unknown how
+much more.
 """
 
 SPREAD_OFFSET, SPREAD_SLOPE = 0.12, 0.15
 """Standard deviations of OFFSET and SLOPE."""
 
 OCTAVES, CONTEXT_OCTAVES = 1.5, 2.5
-"""Both change over these length scales, in octaves of the requests and of the context length."""
+"""Both change over these length scales, in octaves of the number of requests and of the context
+length.
+"""
 
 SPREAD_ARM, ARM_OCTAVES = 0.05, 0.5  # standard deviation from that line, e.g. because of tile sizes
 

@@ -16,7 +16,7 @@ def describe_pace(found: Mapping[str, Any]) -> str:
     """Describe a pacer's status in one line.
 
     E.g. `pace auto: 3 tokens at 1, 0 at 8; 1.21x [1.12, 1.30] as fast as without drafts in this
-    server, prompts included; 0.5% explored`. Context lengths are named if there are several: `3
+    server, including prompts; 0.5% explored`. Context lengths are named if there are several: `3
     tokens at 1 (1k), 0 at 1 (8k)`.
     """
     name = f"pace {found['pace']}{', adaptive' * bool(found.get('adaptive'))}"
@@ -32,7 +32,7 @@ def describe_pace(found: Mapping[str, Any]) -> str:
     parts = [", ".join(numbers)]
     if any(cell["tokens"] for cell in shown):
         gain = "{speed:.2f}x [{low:.2f}, {high:.2f}]".format_map(found["gain"])
-        parts.append(f"{gain} as fast as without drafts in this server, prompts included")
+        parts.append(f"{gain} as fast as without drafts in this server, including prompts")
     return f"{name}: {'; '.join(parts)}; {found['explored']:.1%} explored"
 
 

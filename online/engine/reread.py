@@ -163,7 +163,7 @@ class Rereader:
         _require_plain_keys(proposer, groups)
         self.ledger = Ledger(groups[0].kv_cache_group_id, groups[0].kv_cache_spec.block_size)
         self.next_execute: Callable[..., Any]
-        """The runner's own `execute_model` (`worker_hooks.reread_before_steps`)."""
+        """The runner's original `execute_model` (`worker_hooks.reread_before_steps`)."""
 
     def execute(self, scheduler_output: Any, *args: Any, **options: Any) -> Any:
         if not self.error:
@@ -327,7 +327,7 @@ def _require_plain_keys(proposer: Any, groups: Sequence[Any]) -> None:
         ),
         "with one text's KV cache split over several ranks": parallel.decode_context_parallel_size
         > 1,
-        "together with experts that replicas share": parallel.is_moe_model
+        "whose target shares experts between replicas": parallel.is_moe_model
         and parallel.data_parallel_size > 1,
         "with another vocabulary": getattr(proposer, "vocab_mapping", None) is not None,
         "with positions in several dimensions": getattr(proposer, "uses_mrope", False),

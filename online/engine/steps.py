@@ -26,13 +26,13 @@ MAX_QUEUED_STEPS = 512  # Maximum number of waiting steps with rows.
 MAX_LIGHT_STEPS = 8192
 
 MAX_LIGHT_BYTES = 256 << 20
-"""Limit on the bytes of waiting steps' tokens, requests and prompts, mostly host memory.
-MAX_QUEUED_STEPS steps may always wait.
+"""Limit, in bytes, on the memory for the tokens, requests and prompts of waiting steps, mostly host
+memory. MAX_QUEUED_STEPS steps may always wait.
 """
 
 STEP_BYTES, PART_BYTES, TOKEN_BYTES = 1024, 320, 40
-"""Host memory in bytes, rounded up: for a step's objects, for one of its parts with its numbers,
-and for one prompt token.
+"""Host memory in bytes, rounded up: for a step's objects, for each of its parts including its
+numbers, and for each prompt token.
 """
 
 REDUCED_BYTES = 4 << 20  # bytes of steps reduced in one call, to amortise its fixed cost

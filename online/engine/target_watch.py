@@ -62,8 +62,8 @@ class TargetWatch:
         self.has_moved = False
         """Whether weights may have been written since `settle`."""
         self.is_torn = False
-        """Whether the last write failed, until one succeeds or the weights turn out to be the old
-        ones.
+        """Whether the last write failed. It stays true until a write succeeds or the weights turn
+        out to be the old ones.
         """
         self.not_finite = ""
         """The first weight with values that are not finite; empty if there is none. Weights that

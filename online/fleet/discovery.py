@@ -60,7 +60,7 @@ class FleetConfig:
             require_address(server)
         if self.name and not _has_port(self.name):
             raise SettingError(
-                f"{{name}} is {self.name!r}: it must be like http://vllm.default.svc:8000"
+                f"{{name}} is {self.name!r}: it must have the form http://vllm.default.svc:8000"
             )
 
     def token(self) -> str:

@@ -13,8 +13,13 @@ from redraft.files.printable import printable
 REFUSED = "nothing listens at this address: start the server, or correct the address"
 UNKNOWN_NAME = "the host name cannot be resolved: correct the address, or the name server"
 NO_ROUTE = "there is no network route to it: correct the address, or the route"
-SILENT = "it did not answer in time: check for a firewall in between, and whether the server hangs"
-UNTRUSTED = "its certificate is not trusted here: set SSL_CERT_FILE to a file with its authority"
+SILENT = (
+    "it did not answer in time: check whether a firewall blocks the connection, or the server hangs"
+)
+UNTRUSTED = (
+    "its certificate is not trusted here: set SSL_CERT_FILE to a file with its certificate "
+    "authority"
+)
 OTHER_NAME = "its certificate is for a different host name: use the address in the certificate"
 EXPIRED = "its certificate has expired: renew it"
 WANTS_CERTIFICATE = (

@@ -86,8 +86,8 @@ MIN_DOMAIN_DRAFTS = 200
 ALL = f"{AT_LOAD}all"  # Key for the counts of all domains and loads together.
 
 MIN_BLOCKS, MAX_BLOCKS = 8, 16
-"""Number of poll blocks, for fewer than 64 polls and for more. Fewer blocks would estimate the
-spread poorly; with more, a block would be shorter than a long request.
+"""Number of blocks into which polls are divided: for fewer than 64 polls, and for 64 or more. Fewer
+blocks would estimate the spread poorly; with more, a block would be shorter than a long request.
 """
 
 
@@ -163,7 +163,7 @@ class Outcome:
     absent: dict[str, str] = field(default_factory=dict)
     """Last error by address, of servers that do not respond. `reconcile` will update them later."""
     is_inconclusive: bool = False
-    """Whether the candidate failed only because traffic did not give a result in time."""
+    """Whether the candidate failed only because the comparison had no result in time."""
 
 
 async def try_canary(

@@ -175,15 +175,15 @@ class _StatusAnswer(msgspec.Struct, frozen=True):
         tuple[Annotated[str, msgspec.Meta(max_length=400)], ...], msgspec.Meta(max_length=16)
     ] = ()
     drafts: Annotated[tuple[Count, ...], msgspec.Meta(max_length=2 + MAX_POSITIONS)] = ()
-    """Number of drafts, number of draft tokens, and number of drafts with an accepted token by
-    position.
+    """Number of drafts, number of draft tokens and, for each position, number of drafts whose token
+    at that position was accepted.
     """
     positions: Annotated[dict[_Domain, _Positions], msgspec.Meta(max_length=MAX_DOMAINS)] = {}
     """Tokens tried and accepted, by domain and position. Earlier releases do not send this field.
     """
     loads: Annotated[dict[_Domain, _OfLoads], msgspec.Meta(max_length=MAX_DOMAINS)] = {}
-    """With adaptive verification, number of drafts and accepted tokens by position, by domain and
-    load.
+    """With adaptive verification, the numbers of drafts and of accepted tokens at each position,
+    for each domain and load.
     """
 
 

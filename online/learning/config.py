@@ -61,16 +61,16 @@ class Training:
     """Number of older records drawn again for each optimizer step, in addition to the new ones."""
     sequence_length: int = 4096
     """Maximum text length in tokens; longer texts lose their beginning. Use the served length: a
-    draft trained on shorter texts fails beyond them.
+    draft trained on shorter texts fails beyond their length.
     """
     accumulation: int = 1
     """Number of micro-batches per optimizer step. Raise it if a step does not fit into memory."""
     records_per_candidate: int = 128
     """Number of new records to train on before a candidate is evaluated."""
     max_lag_records: int = 256
-    """Maximum backlog of new records. If more are waiting, the oldest are skipped as new records,
-    but can still be replayed. After a shift of the traffic, a learner that is slower than its
-    traffic trains on at most this many earlier records first.
+    """Maximum backlog of new records. If more are waiting, the oldest no longer count as new, but
+    can still be replayed. After a shift in the traffic, a learner that is slower than its traffic
+    trains on at most this many earlier records first.
     """
     max_skipped_share: float = 0.1
     """Discard a candidate if more than this fraction of its steps had a non-finite loss or

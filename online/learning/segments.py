@@ -92,8 +92,8 @@ class Segments:
         size = record.num_bytes + 4 * record.context_begin
         if size > room:
             raise CorruptRecordError(
-                f"oversized record: {len(frame)} bytes continue {record.context_begin} tokens, and "
-                f"their request may have {max(0, room)} bytes more",
+                f"oversized record: {len(frame)} bytes continue a text of {record.context_begin} tokens, "
+                f"but at most {max(0, room)} more bytes are allowed for their request",
                 "oversized",
             )
         before = before or self._find_text(record.previous_id)

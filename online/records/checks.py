@@ -50,8 +50,8 @@ IDENTIFIERS = (
     ("adapter", MAX_NAME_CHARS, _CONTROL),
     ("template_arguments", MAX_ARGUMENTS_CHARS, _CONTROL),
 )
-"""Name, maximum length and forbidden characters. The characters are regular expressions for speed,
-because every record is checked.
+"""Name, maximum length and forbidden characters. The forbidden characters are given as regular
+expressions, which are fast, because every record is checked.
 """
 
 EXPONENT = 0x7F80  # Exponent bits of a bfloat16. All of them set means NaN or an infinity.

@@ -51,9 +51,9 @@ stretches before it are not reported.
 """
 
 MAX_WASTE = 4
-"""Number of bytes that may be read without result, as a multiple of all bytes, before the rest is
-skipped. This bounds the work on frames whose lengths overlap, for which reading would otherwise be
-quadratic.
+"""Number of bytes that may be read without finding a record, as a multiple of all bytes, before the
+rest is skipped. This bounds the work on frames whose lengths overlap, for which reading would
+otherwise be quadratic.
 """
 
 LOOKUP, PADDING = 1, 2

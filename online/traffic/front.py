@@ -39,7 +39,9 @@ class FrontConfig:
     """Address on which clients are accepted. By default, only clients on this machine are accepted.
     """
     admin_host: str = "127.0.0.1"
-    """Address of the admin port. It reveals the server's name, so keep it away from clients."""
+    """Address of the admin port. The port reveals the server's name, so do not expose it to
+    clients.
+    """
     admin_hosts: tuple[str, ...] = ()
     """Host names under which the admin port may be accessed, in addition to IP addresses and local
     names.

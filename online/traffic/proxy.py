@@ -320,7 +320,7 @@ class Proxy:
         except BrokenError as error:
             # Break the connection to the client, as would happen without the proxy. A stream states
             # the reason first.
-            logger.warning("the server closed the connection within an answer: %s", error)
+            logger.warning("the server closed the connection in the middle of an answer: %s", error)
             if _is_event_stream(reply):
                 await send(
                     {

@@ -159,13 +159,13 @@ class ServerCheck:
         except (NotYetError, TimeoutError) as error:
             problem = f"it has not been checked yet: {str(error) or 'no answer came in time'}"
             if self.problem != problem:
-                logger.warning("nothing of %s is recorded: %s", upstream.url, problem)
+                logger.warning("no answers from %s are recorded: %s", upstream.url, problem)
             self.problem = problem
             return
         except (KeyError, IndexError, TypeError, ValueError, AttributeError):
             verdict = Verdict(problem="its answers are not those of vLLM's API")
         if verdict.problem:
-            logger.warning("nothing of %s is recorded: %s", upstream.url, verdict.problem)
+            logger.warning("no answers from %s are recorded: %s", upstream.url, verdict.problem)
         self.problem, self.verdict = "", verdict
 
     async def _find_models(self, upstream: Upstream) -> frozenset[str]:

@@ -217,8 +217,8 @@ class BoundedServer(uvicorn.Server):
         self.guard = guard or Guard()
         self.max_waiting = int(resource.getrlimit(resource.RLIMIT_NOFILE)[0] * MAX_WAITING_SHARE)
         self._waiting: dict[Any, tuple[_Wait, float, float]] = {}
-        """Connections that wait for their client: for what, since when for this request, and since
-        when without progress, in seconds.
+        """For each connection that waits for its client: what it waits for, when the wait for this
+        request began, and when it last made progress, in seconds.
         """
         self._num_ticks = 0
 

@@ -154,7 +154,7 @@ CLASHING = (
         "return_mm_kwargs",
     ),
 )
-"""Fields that conflict with the tap's. So does `logprobs: 0`."""
+"""Fields that conflict with those that the tap sets. `logprobs: 0` also conflicts with them."""
 
 CHANGED = (
     # Fields that change the logits, after their log-probabilities are computed.

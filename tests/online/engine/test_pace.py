@@ -538,7 +538,7 @@ STATUS = {
 }  # fmt: skip
 LINE = (
     "pace auto: 3 tokens at 1, 0 at 8; 1.21x [1.12, 1.30] as fast as without drafts in this server, "
-    "prompts included; 0.4% explored"
+    "including prompts; 0.4% explored"
 )
 
 

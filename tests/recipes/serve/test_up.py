@@ -699,7 +699,7 @@ def test_the_status_line_counts_since_the_last_reading():
     assert "| 25% of prompt tokens cached |" in meter.describe(metrics(1100, 140, 160, 100), 13)
     assert shown.startswith(
         "7 requests done, 0 running | 50.0 tokens/s | 2.50 tokens per drafted step | pace auto: 3 "
-        "tokens at 1; 1.20x [1.10, 1.30] as fast as without drafts in this server, prompts included; "
+        "tokens at 1; 1.20x [1.10, 1.30] as fast as without drafts in this server, including prompts; "
     )
 
 
