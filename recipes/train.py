@@ -1,4 +1,4 @@
-"""Train a draft, prove it in a real vLLM, and report.
+"""Train a draft, prove it in a real vLLM, and write a report.
 
 $ redraft train eagle3 --target Qwen/Qwen3-8B --data.source answers.jsonl
 $ redraft train eagle3 --config eagle3.toml --optim.lr 3e-4        # settings from a file; flags win
@@ -71,7 +71,7 @@ def choose_recipe(args: Sequence[str], prog: str) -> tuple[Recipe, Sequence[str]
         main=functools.partial(main, family),
         config_type=HeadConfig if family.is_head else StandaloneConfig,
         default=make_config(family),
-        description=f"Train a draft ({family.title}), prove it in a real vLLM, and report.",
+        description=f"Train a draft ({family.title}), prove it in a real vLLM, and write a report.",
         common=COMMON,
         prog=f"{prog} {name}",
     )

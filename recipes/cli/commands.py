@@ -43,7 +43,7 @@ COMMANDS = {
     "train": Command(
         Group.TRAIN,
         "redraft.recipes.train",
-        "Train a draft of any family, prove it in a real vLLM",
+        "Train a draft of any family and prove it in a real vLLM",
         "redraft train eagle3 --target TARGET --data.source DATA",
     ),
     "adapt": Command(

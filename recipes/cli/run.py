@@ -342,7 +342,7 @@ def describe_error(error: BaseException) -> str | None:
             "calculates what a training step needs"
         )
     if is_full(error):
-        return f"no space left on a disk, or in your quota or file limit: {error}"
+        return f"no space left on a disk, or your quota or file size limit was reached: {error}"
     return None
 
 

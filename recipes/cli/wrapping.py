@@ -18,7 +18,7 @@ from typing import Any, TextIO, cast
 NO_BREAK = "\N{NO-BREAK SPACE}"
 
 HELP_COLUMNS = 65
-"""tyro's narrowest column of flags, on a terminal that is at least so wide."""
+"""Width of tyro's narrowest column of flags, on a terminal that is at least that wide."""
 FLAG_COLUMNS = 31
 """Columns without help text in tyro's output: its frame, and at most 24 characters of a flag."""
 

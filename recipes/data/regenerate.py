@@ -42,8 +42,8 @@ def main(cfg: RegenerateConfig) -> None:
         )
     if cfg.keep_states is not None and cfg.target is not None:
         raise ValueError(
-            "--keep-states needs a server of `redraft serve-features`: start one, and set --url instead "
-            "of --target"
+            "--keep-states needs a server started with `redraft serve-features`: start one, and set "
+            "--url instead of --target"
         )
     states = (Storage(cfg.storage), Storage(cfg.keep_states)) if cfg.keep_states else None
     if cfg.output.suffix != ".jsonl":
@@ -77,7 +77,7 @@ def answer(
     ):
         max_tokens = length // 2
         print(
-            f"{cfg.target} can read {length:,} tokens: answers have at most {max_tokens:,} "
+            f"{cfg.target} can read {length:,} tokens, so answers have at most {max_tokens:,} "
             f"(--max-tokens is {cfg.max_tokens:,})"
         )
     sampling = Sampling(
@@ -118,7 +118,7 @@ def require_parser(conversations: Sequence[Conversation], cfg: RegenerateConfig)
         return
     problem = (
         f"{num_with_tools:,} of {len(conversations):,} conversations have tools, which vLLM refuses "
-        "without a parser of the target's calls: give e.g. -- --enable-auto-tool-choice "
+        "without a parser for the target's calls: give e.g. -- --enable-auto-tool-choice "
         "--tool-call-parser=hermes"
     )
     if num_with_tools == len(conversations):

@@ -53,7 +53,8 @@ class RegenerateConfig(Sampling):
     """Name of the target at --url. Default: the first model that the server lists."""
     keep_states: str | None = None
     """Folder or fsspec URL in which hidden states of prompts and answers are stored for `redraft
-    train --signal.kept`. --url must then be a server of `redraft serve-features`.
+    train --signal.kept`. --url must then be the address of a server started with `redraft
+    serve-features`.
     """
     storage: str = DEFAULT_STORAGE
     """The `--storage` setting of the server that sends the hidden states."""

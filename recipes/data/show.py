@@ -183,8 +183,8 @@ def describe_training(
     """Describe the training part: turns, tokens, and everything that is cut or omitted."""
     turns = [length for sample in samples for length in measure_answers(sample)]
     yield (
-        f"turns: {len(turns):,}, of {statistics.median(turns):,.0f} labels in the median and "
-        f"{max(turns):,} at most"
+        f"turns: {len(turns):,}, with a median of {statistics.median(turns):,.0f} labels and a "
+        f"maximum of {max(turns):,}"
     )
     yield (
         f"tokens: {stats.tokens:,} in {stats.samples:,} samples, "

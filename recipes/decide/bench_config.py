@@ -75,7 +75,7 @@ class BenchConfig(MeasureConfig):
     """Maximum number of draft tokens per step, for drafts that are not lookups."""
     concurrency: tuple[int, ...] = (1, 8)
     """Numbers of concurrent requests to measure. A round has two prompts per concurrent request;
-    speed is measured until fewer requests than this number are left.
+    speed is measured until fewer than this number of requests are left.
     """
     rounds: int = LEAST_ROUNDS
     """Number of interleaved rounds for the best drafts, at least 6 for an interval. Before that,

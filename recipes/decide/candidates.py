@@ -162,7 +162,7 @@ def give_acceptance(
     if not of_report:
         raise ValueError(
             f"{report} is about {', '.join(names)}, but no --draft with a single acceptance for all "
-            f"loads has this name: name it with --draft {names[0]}=FOLDER"
+            f"loads has such a name: name the draft with --draft {names[0]}=FOLDER"
         )
     return [
         _give(candidate, read_acceptance(report, of_report[candidate.name], served), report)

@@ -96,11 +96,11 @@ class PlanConfig:
         if self.exact and (self.signal == "model" or find_family(self.family).is_head):
             raise ValueError(
                 "--exact applies only to a standalone draft with --signal endpoint or cache, because all "
-                "other signals are exact: remove it"
+                "other signals are exact: remove --exact"
             )
         if self.shard and (self.devices == 1 or self.signal != "model"):
             raise ValueError(
-                "--shard needs several devices and --signal model: set --devices, or remove it"
+                "--shard needs several devices and --signal model: set --devices, or remove --shard"
             )
 
     @property

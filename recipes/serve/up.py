@@ -244,7 +244,7 @@ def check_folder(
         return settings
     if cfg.join:
         raise FileNotFoundError(
-            f"{folder} has no {SETTINGS}: give --join the folder of a redraft up with a learner"
+            f"{folder} has no {SETTINGS}: give --join the folder of a `redraft up` with a learner"
         )
     if folder.is_dir() and any(folder.iterdir()) and not (folder / TOKEN).is_file():
         raise FileExistsError(f"{folder} contains other files: choose a different --folder")

@@ -19,7 +19,7 @@ OF_LLAMA_CPP = "llamacpp:spec_decode_num_"
 DRAFTS, DRAFT_TOKENS, ACCEPTED = "drafts_total", "draft_tokens_total", "accepted_tokens_total"
 ACCEPTED_PER_POSITION = "accepted_tokens_per_pos_total"
 LOG_STATS_OFF = (
-    "--disable-log-stats: /metrics then counts no drafts for dashboards: remove the flag"
+    "--disable-log-stats stops /metrics from counting drafts for dashboards: remove the flag"
 )
 EMBEDS_BESIDE_DRAFT = (
     "--enable-prompt-embeds does not work with a draft: a prompt of embeddings has no "

@@ -233,7 +233,9 @@ def add_by_context(
 
 
 THRESHOLDS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1)
-"""Thresholds on the survival. The first verifies all tokens, and the last none."""
+"""Thresholds on the survival probability. With the first, all tokens are verified; with the last,
+none.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,8 @@ TUNED = {
     (2, 64): 51_200, (2, 128): 98_304, (2, 192): 136_704, (2, 256): 151_552,
     (4, 64): 82_432, (4, 128): 147_968, (4, 256): 135_424,
 }  # fmt: skip
-"""Bytes of shared memory for head sizes with their own tiles, by (bytes per number, head size)."""
+"""Bytes of shared memory for head sizes with special tile sizes, by (bytes per number, head size).
+"""
 
 # For all other sizes: rows per tile, and number of tiles in shared memory at a time.
 TILE_ROWS, NUM_TILES = 64, 5.25

@@ -43,7 +43,7 @@ class LiveConfig:
     """
     window: int = WINDOW
     """Number of most recent answers to draft from. A run of tokens is dropped if it has not
-    occurred in this number of answers, or possibly after half of them.
+    occurred in this number of answers, or possibly in half as many.
     """
     shared: bool = False
     """Let all tenants share the counted answers of all tenants. A client can then infer other

@@ -192,7 +192,7 @@ class LookupFirst:
         # Requests whose newest draft came from the lookup.
         self.looked_up: frozenset[str] = frozenset()
         self.propose_by_head: Any
-        """The head's own `propose`, with the same arguments; set by the hooks."""
+        """The head's original `propose`, with the same arguments; set by the hooks."""
 
     def skip(self) -> None:
         """Process a step that has no proposals."""

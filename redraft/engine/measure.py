@@ -366,7 +366,7 @@ def _require_equal_counters(
         if time.monotonic() > deadline:
             raise ValueError(
                 f"{server.url} counted {now.num_drafts - before.num_drafts} drafts, but the "
-                f"prompts' own metrics show {requests.num_drafts}: another client is "
+                f"metrics of the individual prompts show {requests.num_drafts}: another client is "
                 f"using this server; measure on a server without other clients"
             )
         time.sleep(0.1)

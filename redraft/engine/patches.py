@@ -287,7 +287,7 @@ def can_draft_late(config: Any) -> bool:
 
 
 install_late_drafts = after_start(lambda worker: install_late(worker.model_runner))
-"""Wrapper around a worker's start-up, after which its runner drafts after sending the tokens, if it
+"""Wrapper around a worker's start-up that makes its runner draft after sending the tokens, if it
 can.
 """
 

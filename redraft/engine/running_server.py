@@ -83,7 +83,7 @@ def read_address(url: str) -> httpx.URL:
     if address.scheme not in ("http", "https") or not address.host or not is_port:
         shown = re.sub("//[^/]*@", "//", str(url))  # without a password
         is_socket = shown.startswith("/") or "unix" in address.scheme
-        cure = UNIX_SOCKET if is_socket else "it must be like http://HOST:PORT"
+        cure = UNIX_SOCKET if is_socket else "it must have the form http://HOST:PORT"
         raise ValueError(f"{shown!r} is not the address of a server: {cure}")
     return address
 

@@ -43,7 +43,7 @@ POINTER = b"version https://git-lfs.github.com/spec/"
 
 FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 ABANDONED_S = 3600
-"""Age in seconds from which an unfinished file counts as left by a killed writer."""
+"""Age in seconds above which an unfinished file is assumed to be left over from a killed writer."""
 
 SAMPLE_BYTES = 4096
 """Number of bytes that `fingerprint` reads at the start, middle and end of every tensor. For a 70B
@@ -381,8 +381,8 @@ def _partial_folder(folder: Path) -> Iterator[Path]:
         if is_full(error) or shutil.disk_usage(partial).free < FULL_BYTES:
             raise OSError(
                 errno.ENOSPC,
-                f"no space left on the disk of {folder}, or in your quota or file limit "
-                f"({error}): nothing was published",
+                f"no space left on the disk of {folder}, or your quota or file size limit was "
+                f"reached ({error}): nothing was published",
             ) from error
         raise
     finally:

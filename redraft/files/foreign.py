@@ -20,9 +20,11 @@ class Foreign:
     method: str | None
     """vLLM's method for this draft. None if vLLM has none."""
     decoders: tuple[Literal["v1", "v2"], ...] = ()
-    """vLLM's model runners for this draft: "v1", "v2". Empty if all that serve the method do."""
+    """vLLM's model runners for this draft: "v1", "v2". Empty if all runners that serve the method
+    also serve this draft.
+    """
     first_vllm: str = "0.32"
-    """First vLLM that serves this draft, or the first one that redraft supports."""
+    """First vLLM release that serves this draft, or the first one that redraft supports."""
     architecture: str = ""
     """Pattern that must match a name in `architectures`, or `speculators_model_type`."""
     tensors: tuple[str, ...] = ()

@@ -28,7 +28,9 @@ class EngineRun:
     """Token ids that end an answer. Without any, every answer has `max_tokens` tokens."""
     dtype: str = "float32"
     blocks_a_prompt: int = 4
-    """Number of blocks per prompt that are recorded with passes. Later blocks have only tokens."""
+    """Number of blocks per prompt that are recorded with their forward passes. For later blocks,
+    only tokens are recorded.
+    """
     recorded_prompts: int = 4
     kv_cache_bytes: int = 64 << 20
     engine: Mapping[str, Any] = field(default_factory=dict)

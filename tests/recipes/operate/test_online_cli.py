@@ -106,7 +106,7 @@ def test_a_wrong_set_is_refused_before_anything_is_printed(override, said, capsy
         (["fleet", "forget", "acme", "--config", "absent.toml"], "redraft learner --print-config"),
         (
             ["tap", "localhost:8000", "--target", "t"],
-            "is not the address of a server: it must be like http://",
+            "is not the address of a server: it must have the form http://",
         ),
     ],
 )
