@@ -5,7 +5,7 @@ $ redraft adapt outputs/eagle3/draft --target models/finetuned     # generates t
 
 The old draft and a new one are compared on held-out answers of the new target. The better of the
 two is trained until acceptance stops rising (--loop.stop-by, --loop.minutes). The result is
-published in --output/draft if its gain over the old draft is proven: the 95% interval, over
+published in --output/draft if its gain over the old draft is significant: the 95% interval, over
 held-out prompts, is above 0. Otherwise, the old draft stays. --output/adapt.json contains the
 verdict, the forecasts and the interval. The best data are answers of the new target. Without
 --data.source, the new target first answers the questions of OLD's training data. All other settings
