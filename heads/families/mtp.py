@@ -110,7 +110,7 @@ class Mtp(nn.Module):
             for name, tensor in self.named_buffers()
             if any(part in name for part in self.layout.float32)
         }
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, tensor in wide.items():
             converted = self.get_buffer(name)
             if converted.dtype.itemsize < tensor.dtype.itemsize:
