@@ -330,6 +330,7 @@ ELSEWHERE = {
     "--full-attention-indices",  # speculators
     "--speculative-use-rejection-sampling",  # SGLang
     "--help-all",
+    "--stop-timeout",  # docker
     *("--ngram.min", "--ngram.max", "--prove.ce-baseline"),  # removed, says the changelog
 }
 """Flags in documents that no command lists."""
