@@ -627,7 +627,7 @@ TABLE = (
         why="the CPU kernel rounds differently from PyTorch",
     ),
 )
-"""All hooks. Rows for the same name are in calling order: the first row is called first."""
+"""All hooks. Rows with the same name are in call order: the hook in the first row is called first."""
 
 METHODS = {
     f"{ENGINE_CORE}.redraft_pace": ("pace", "online.engine.pace:answer_pace"),

@@ -31,7 +31,7 @@ from redraft.heads.families.retrieval import (
 )
 
 KEYS = (FOLDER, VERIFY_COST)
-"""Keys of a config with counted answers that must reach the engine without passing through vLLM."""
+"""Keys in a config with counted answers that vLLM must not read, but that the engine needs."""
 
 ON_DEVICE = "ngram_gpu"
 """vLLM's method for a lookup without a head if steps are scheduled ahead."""
