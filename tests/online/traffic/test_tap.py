@@ -4,6 +4,7 @@ import ast
 import asyncio
 import importlib.util
 import json
+import socket
 import threading
 from pathlib import Path
 from types import MappingProxyType
@@ -297,7 +298,9 @@ def test_who_opts_out_is_not_recorded(server, tap):
 # --- without the engine: what a server or a client may send
 
 
-UPSTREAM = Upstream("http://127.0.0.1:1")
+LISTENER = socket.create_server(("127.0.0.1", 0))
+UPSTREAM = Upstream(f"http://127.0.0.1:{LISTENER.getsockname()[1]}")
+"""A server that accepts connections, and answers nothing."""
 
 
 def make_tap(folder):
