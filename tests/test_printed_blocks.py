@@ -185,6 +185,9 @@ MADE = {
 QUICK = ["docs/engines.md", "docs/fleet.md", "recipes/deploy/kubernetes/README.md"]
 """Documents that take seconds. All others start a learner, or several commands that load torch."""
 
+PUBLIC = "RedHatAI/Qwen3-8B-speculator.eagle3"
+"""A published head, for which a head of the tests stands."""
+
 WITH_ENGINE = ["docs/start.md"]
 """Documents that run with a real vLLM."""
 
@@ -315,10 +318,8 @@ def clone(tmp_path_factory, tiny_target, random_target, small_tokenizer) -> Path
     given |= dict.fromkeys(
         ("TARGET", "Qwen/Qwen3-8B", "models/finetuned", "models/standalone"), tiny_target
     )
-    given |= dict.fromkeys(
-        ("DRAFT", "HEAD", "outputs/eagle3/draft", "outputs/adapted/draft"),
-        ROOT / "tests/assets/tiny-eagle3",
-    )
+    heads = ("DRAFT", "HEAD", "outputs/eagle3/draft", "outputs/adapted/draft", PUBLIC)
+    given |= dict.fromkeys(heads, ROOT / "tests/assets/tiny-eagle3")
     for name, there in given.items():
         (clone / name).parent.mkdir(parents=True, exist_ok=True)
         (clone / name).symlink_to(there)
