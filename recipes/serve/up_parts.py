@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -124,21 +125,42 @@ class Part:
 
 @dataclass
 class Screen:
-    """The terminal: printed lines, and a bottom line that is updated in place."""
+    """The terminal: printed lines, and below them a status that is updated in place."""
 
     is_terminal: bool = field(default_factory=sys.stdout.isatty)
     _shown_s: float = -PLAIN_LINE_S
+    _num_rows: int = 0
+    """Number of terminal rows of the status."""
 
     def say(self, line: str) -> None:
-        line = printable(line)
-        print(f"\r\x1b[K{line}" if self.is_terminal else line, flush=True)
+        print(f"{self._erase()}{printable(line)}", flush=True)
 
-    def update(self, line: str, now_s: float) -> None:
+    def update(self, status: str, now_s: float) -> None:
         if self.is_terminal:
-            print(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}", end="", flush=True)
+            rows = wrap_status(status, shutil.get_terminal_size().columns - 1)
+            print(self._erase() + "\n".join(rows), end="", flush=True)
+            self._num_rows = len(rows)
         elif now_s - self._shown_s >= PLAIN_LINE_S:
             self._shown_s = now_s
-            print(line, flush=True)
+            print(status, flush=True)
+
+    def _erase(self) -> str:
+        """Return the control sequences that erase the status."""
+        if not self.is_terminal:
+            return ""
+        above, self._num_rows = self._num_rows - 1, 0
+        return "\r\x1b[K" + "\x1b[A\x1b[K" * above
+
+
+def wrap_status(status: str, width: int) -> list[str]:
+    """Break a status into rows between its parts, or within a part that is wider than a row."""
+    rows: list[str] = []
+    for part in status.split(" | "):
+        if rows and len(row := f"{rows[-1]} | {part}") <= width:
+            rows[-1] = row
+        else:
+            rows += textwrap.wrap(part, max(width, 20))
+    return rows
 
 
 @dataclass

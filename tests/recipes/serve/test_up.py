@@ -38,6 +38,7 @@ from tokenizers import AddedToken
 from waiting import PATIENCE_S, wait_until
 
 from benchmarks.demo.fleet import Traffic
+from benchmarks.pictures.terminal import Screen as Terminal
 from redraft.engine.counters import find_counts
 from redraft.engine.counts import AcceptanceCounts
 from redraft.engine.engine_log import last_error
@@ -747,6 +748,26 @@ def test_no_client_writes_a_line_or_a_cause_of_death(tmp_path, capsys):
     assert part.why_ended.startswith("killed by SIGKILL")
     up_parts.Screen(is_terminal=False).say("\x1b]0;title\x07 of a server")
     assert capsys.readouterr().out == r"\x1b]0;title\x07 of a server" + "\n"
+
+
+def test_a_status_is_wrapped_in_the_terminal_and_replaced_as_a_whole(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    screen, shown = up_parts.Screen(is_terminal=True), Terminal(width=40)
+    status = (
+        "12 requests done | 20.1 tokens/s | pace auto: 3 tokens at 1; 1.36x [1.26, 1.46] as fast as"
+    )
+    screen.update(f"{status} without drafts | v2 | learner: training", 0)
+    screen.update("13 requests done | v2 | learner: judging", 1)
+    screen.say("learner: http://127.0.0.1:8000 serves v3")
+    screen.update(f"{status} without drafts | v3 | learner: training", 2)
+    shown.write(capsys.readouterr().out.replace("\n", "\r\n"), 0)
+    assert ["".join(char for char, _ in row.cells).rstrip() for row in shown.rows] == [
+        "learner: http://127.0.0.1:8000 serves v3",
+        "12 requests done | 20.1 tokens/s",
+        "pace auto: 3 tokens at 1; 1.36x [1.26,",
+        "1.46] as fast as without drafts | v3",
+        "learner: training",
+    ]
 
 
 def test_a_server_that_hides_its_counters_is_not_said_to_start():
