@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 from vllm.v1.request import RequestStatus
 
 from redraft.distill.signal.features_store import Leftovers, write_states
-from redraft.files.folder import model_folder
+from redraft.files.folder import loaded_folder
 from redraft.files.target_folder import TARGET_VERSION, TargetFolder
 
 COPY_POLL_S = 0.001  # Seconds between two checks of a copy from the GPU.
@@ -71,8 +71,7 @@ class Connector(ExampleHiddenStatesConnector):  # type: ignore[misc]
         """Return lineage and fingerprint of the target; empty if its files cannot be read here."""
         served = self._vllm_config.model_config
         try:
-            folder = model_folder(served.model, served.revision)
-            target = TargetFolder(name=served.model, folder=folder)
+            target = TargetFolder(name=served.model, folder=loaded_folder(served))
             return target.lineage, target.fingerprint
         except (OSError, ValueError):
             return "", ""

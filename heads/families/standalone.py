@@ -22,10 +22,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from redraft.files.checkpoint import (
     attention_of,
-    choose_dtype,
     load_causal_lm,
     load_tokenizer,
     new_model,
+    weight_dtype,
 )
 from redraft.files.tokenizers import check_same_tokenizer, fit_vocabulary
 from redraft.heads import options
@@ -128,7 +128,7 @@ class StandaloneDraft(nn.Module):
         state = {
             name: cast.setdefault(
                 tensor.data_ptr(),
-                tensor.to(choose_dtype(self.model, name, dtype))
+                tensor.to(weight_dtype(self.model, name, dtype))
                 if tensor.is_floating_point()
                 else tensor,
             )

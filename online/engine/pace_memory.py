@@ -21,7 +21,7 @@ import msgspec
 from redraft.engine.lookup_first import SECTION
 from redraft.engine.machine import VLLM_VERSION, read_processor
 from redraft.engine.settings import read_settings
-from redraft.files.folder import fingerprint, model_folder
+from redraft.files.folder import fingerprint, loaded_folder
 from redraft.files.sealed import read_sealed_as, write_sealed
 from redraft.online.engine.pace_policy import Known, Policy
 from redraft.online.fleet.registry import hash_manifest
@@ -107,7 +107,7 @@ def open_memory(registry: Path | None, vllm_config: Any) -> PaceMemory | None:
         logger.warning("redraft: --pace cannot save its estimates for the next start: %s", error)
         return None
     draft = vllm_config.speculative_config.draft_model_config
-    folder = model_folder(draft.model, draft.revision).resolve() if draft else Path()
+    folder = loaded_folder(draft).resolve() if draft else Path()
     version = folder.name if folder.parent == registry.resolve() else ""
     return PaceMemory(registry, key, version)
 
@@ -126,7 +126,7 @@ def make_key(vllm_config: Any) -> str:
     facts = {
         "machine": [read_processor(), os.cpu_count(), current_platform.get_device_name()],
         "engine": VLLM_VERSION,
-        "target": fingerprint(model_folder(model.model, model.revision)),
+        "target": fingerprint(loaded_folder(model)),
         "dtype": str(model.dtype),
         "ranks": vllm_config.parallel_config.world_size,
         "requests": vllm_config.scheduler_config.max_num_seqs,

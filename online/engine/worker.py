@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from redraft.engine.hooks import Attached, RunnerState, attach, find_state
-from redraft.files.folder import model_folder
+from redraft.files.folder import loaded_folder
 from redraft.files.target_folder import TargetFolder
 from redraft.heads.catalog import find_method
 from redraft.online.engine.capture import Capture
@@ -190,8 +190,7 @@ def install(worker: Any) -> None:
     # target. If it cannot be computed, both capture and swaps are switched off.
     with _switching_off(state, *(["capture", "swap"] if config.capture.is_on else ["swap"])):
         served = worker.vllm_config.model_config
-        folder = model_folder(served.model, served.revision)
-        target = TargetFolder(name=served.model, folder=folder)
+        target = TargetFolder(name=served.model, folder=loaded_folder(served))
         state.target_fingerprint = target.fingerprint
         if config.registry is not None or config.targets:  # only swaps and loads use it
             state.target_lineage = target.lineage
@@ -211,8 +210,7 @@ def install(worker: Any) -> None:
         watch_pushes(worker, roots)
     # e.g. no safetensors files; weights from files are then not compared.
     with suppress(Exception):
-        served = worker.vllm_config.model_config
-        state.target_tensors = describe_target(model_folder(served.model, served.revision))
+        state.target_tensors = describe_target(loaded_folder(worker.vllm_config.model_config))
     with _switching_off(state, "swap"):
         if config.registry is not None:
             _prepare_cache(worker, config.swap.cache)
@@ -248,14 +246,13 @@ def _identify_draft(worker: Any, registry: Path | None) -> None:
         return
     # Name of a draft from outside the registry, used until the first swap.
     state.draft_version = "start"
-    draft, served = speculative.draft_model_config, worker.vllm_config.model_config
-    folder = model_folder(draft.model, draft.revision).resolve()
+    folder = loaded_folder(speculative.draft_model_config).resolve()
     if registry is not None and folder.parent == registry.resolve():
         state.draft_version = folder.name
         with suppress(OSError):
             state.manifest_sha256 = hash_manifest(folder)
     family = find_method(speculative.method, parallel_drafting=speculative.parallel_drafting)
-    is_target = folder == model_folder(served.model, served.revision).resolve()
+    is_target = folder == loaded_folder(worker.vllm_config.model_config).resolve()
     if family is not None and family.is_in_target and is_target:
         raise ValueError(
             f"the {family.title} layer is served from the target's folder: start the server with "

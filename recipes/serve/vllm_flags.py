@@ -337,7 +337,8 @@ def _default_min_p(flags: Mapping[str, str], target: str) -> float:
     if flags.get("generation_config", "auto") != "auto":
         return 0.0
     try:
-        return float(read_generation_config(model_folder(target)).get("min_p") or 0)
+        folder = model_folder(target, flags.get("revision"))
+        return float(read_generation_config(folder).get("min_p") or 0)
     except (OSError, ValueError):  # vLLM will download the file, or report the error
         return 0.0
 

@@ -238,7 +238,7 @@ def _read_draft(speculative_config: Mapping[str, Any]) -> Mapping[str, Any]:
     if "model" not in speculative_config:
         return {}
     try:
-        folder = model_folder(speculative_config["model"])
+        folder = model_folder(speculative_config["model"], speculative_config.get("revision"))
     except FileNotFoundError:
         return {}
     return read_config(folder) if (folder / CONFIG).is_file() else {}

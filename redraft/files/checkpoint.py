@@ -97,11 +97,11 @@ def new_model(config: Any, dtype: torch.dtype | None) -> Any:
     usual = model.dtype
     for name, weight in itertools.chain(model.named_parameters(), model.named_buffers()):
         if weight.dtype == usual:
-            weight.data = weight.data.to(choose_dtype(model, name, usual))
+            weight.data = weight.data.to(weight_dtype(model, name, usual))
     return model
 
 
-def choose_dtype(model: Any, name: str, dtype: torch.dtype) -> torch.dtype:
+def weight_dtype(model: Any, name: str, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of a weight in a causal LM whose weights usually have `dtype`.
 
     transformers keeps a few weights in float32. In bfloat16, for example, the biases that choose

@@ -279,6 +279,14 @@ def model_folder(name_or_path: str | Path, revision: str | None = None) -> Path:
     return Path(config).parent
 
 
+def loaded_folder(model_config: Any) -> Path:
+    """Return the folder that vLLM's config of a model names.
+
+    Raises the same errors as `model_folder`.
+    """
+    return model_folder(model_config.model, model_config.revision)
+
+
 def open_folder(name_or_path: str | Path) -> Path:
     """Return the folder of a model, with all files except the weights.
 

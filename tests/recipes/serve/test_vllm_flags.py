@@ -10,11 +10,14 @@ import ast
 import importlib.util
 import json
 import re
+import shutil
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
+from local_hub import keep_in_cache
 
+from redraft.files.folder import model_folder
 from redraft.recipes.serve.vllm_flags import (
     CLASHES,
     READ,
@@ -314,6 +317,19 @@ def test_a_target_that_samples_with_min_p_by_default_is_refused_beside_a_draft(t
     check(0.1, "--generation-config", "vllm")
     check(0.1, "--override-generation-config.min_p", "0")
     check(0.1, "--override-generation-config", '{"min_p": 0}')
+
+
+def test_the_default_min_p_is_that_of_the_served_revision(tmp_path, monkeypatch):
+    (tmp_path / "main").mkdir()
+    (tmp_path / "main/config.json").write_text("{}")
+    name = keep_in_cache(tmp_path / "main", tmp_path / "cache", monkeypatch)
+    other = model_folder(name).parent / ("f" * 40)
+    shutil.copytree(model_folder(name), other)
+    (other / "generation_config.json").write_text('{"min_p": 0.1}')
+    require_agreement([], {}, name, [])
+    arguments = ["--revision", other.name]
+    with pytest.raises(ValueError, match=r"min_p 0\.1\b"):
+        require_agreement(arguments, read_flags(arguments), name, [])
 
 
 def test_the_beginning_of_a_name_is_the_flag_that_argparse_takes_it_for() -> None:
