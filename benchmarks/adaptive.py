@@ -165,8 +165,8 @@ def simulate_adaptive(trials: int, seed: int = 0) -> dict[str, Any]:
     """Return the rates of wrong and right decisions by load, worst first.
 
     `by_tau` is the share of equal drafts that would be rolled back if the same counts were judged
-    without the load. `equal_covered` is the share of equal drafts for which the 95% interval of the
-    loss over the whole window contains 0.
+    without the load. `equal_covered` is the share of equal drafts whose loss over the whole window
+    has a 95% interval that contains 0.
     """
     cases: list[dict[str, Any]] = []
     for number, (name, (load, other)) in enumerate(CASES.items()):

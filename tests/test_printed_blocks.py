@@ -66,7 +66,7 @@ STEPS = {
     "--prove.max-tokens": "8",
 }
 NEW = "outputs/new-$((n+=1))"
-"""An output folder of its own for each command."""
+"""A separate output folder for each command."""
 
 FLAGS = {
     r"accelerate launch(?= --config_file)": {

@@ -40,7 +40,7 @@ UP = (
     "redraft up outputs/parts/smollm2-135m-instruct --folder outputs/demo-up/up "
     "--capture.fraction 1 -- ...",
 )
-"""Title of the picture of up.log, and the command that printed it."""
+"""The title of the picture that shows up.log, and the command that printed the log."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ PROMPT = "$ "
 LOG_COLUMNS = 84
 NEWS = re.compile(r"all files|the learner trains|page:|ready:|learner:")
 STATUS = re.compile(r"\d+ requests done")
-"""Beginnings of the lines of `redraft up` that a picture shows, and of its status line."""
+"""How the lines begin that a picture of `redraft up` shows. STATUS matches status lines."""
 GAP = "..."
 
 
@@ -185,10 +185,10 @@ def play(cast: Path) -> tuple[str, list[Row]]:
 
 
 def read_log(log: Path, command: str) -> list[Row]:
-    """Return the lines of a log of `redraft up` that a picture shows, each with a time.
+    """Return the lines that a picture shows from a log of `redraft up`, each with a time.
 
-    Those are the news, the first status line after each of them, and the last status line. A gap
-    stands for the other lines.
+    A picture shows all news, the first status line after each piece of news, and the last status
+    line. A gap replaces the other lines.
     """
     lines = log.read_text().splitlines()
     shown = [PROMPT + command]

@@ -90,7 +90,7 @@ class SampleStats:
     ends: Counter[str] = field(default_factory=Counter)
     """Number of answers by stop token (empty for truncated answers)."""
     exact: int = 0
-    """Number of answers for which the token ids of answer and prompt come from the server."""
+    """Number of answers whose token ids, including the prompt's, come from the server."""
     foreign_ids: int = 0
     """Number of conversations that contained a different tokenizer's ids and were tokenised again
     from their text.

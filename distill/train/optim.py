@@ -25,8 +25,8 @@ class Optim:
     more compute per step. Every process must hold whole matrices: one process or DDP.
     """
     lr: float = 1e-4
-    """Peak learning rate, reached after the warm-up. It is roughly the amount by which a weight
-    changes per step.
+    """Peak learning rate, reached after the warm-up. A weight changes by roughly this
+    amount per step.
     """
     weight_decay: float = 0.0
     """Weight decay: each step shrinks the weights by this value times the learning rate."""

@@ -105,8 +105,8 @@ def read_file(
     """Write the scored records of a spool file, remove the file, and count records by outcome.
 
     If a run is killed, the next run processes the file again, but the learner accepts a record id
-    only once. `texts` are those of earlier files, and are updated. A later segment whose beginning is
-    unknown cannot be scored, and counts as unreadable.
+    only once. `texts` are the texts in earlier files; the function adds this file's. A later segment
+    cannot be scored if its beginning is unknown, and counts as unreadable.
 
     Raises:
         OSError: if the output cannot be written, in which case the file stays.

@@ -116,7 +116,7 @@ def spool_files(folder: Path) -> list[Path]:
 def emptying(folder: Path | None) -> Iterator[None]:
     """Be the only process that empties the spool while the block runs.
 
-    Two learners would each get a part of the records, and drop those of the other's draft. A spool
+    Two learners would each get a part of the records, and drop the records of the other's draft. A spool
     that cannot be opened yet is not locked.
 
     Raises:

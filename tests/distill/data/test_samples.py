@@ -140,8 +140,7 @@ def as_written(template: str, content: str) -> str:
     return f"<think>\n{thought}\n</think>\n\n" + said.lstrip("\n") + "<|end|>"
 
 
-# Hypothesis also draws constants of this file. A thought inside a thought, or one that does not end,
-# has tests of its own.
+# Hypothesis also draws constants from this file. Other tests cover nested and unclosed thoughts.
 plain = st.text(
     st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=30
 ).filter(lambda text: "think>" not in text)

@@ -300,7 +300,7 @@ def test_who_opts_out_is_not_recorded(server, tap):
 
 LISTENER = socket.create_server(("127.0.0.1", 0))
 UPSTREAM = Upstream(f"http://127.0.0.1:{LISTENER.getsockname()[1]}")
-"""A server that accepts connections, and answers nothing."""
+"""A server that accepts connections but never responds."""
 
 
 def make_tap(folder):

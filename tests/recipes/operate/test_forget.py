@@ -191,7 +191,7 @@ def test_a_deletion_reaches_recent_records_while_the_clock_is_in_doubt(world, so
 def test_without_a_learner_the_records_of_others_arrive_as_in_the_learner(
     world, some, random_target
 ):
-    """Those of the draft's adapter are stored, and a head's need hidden states."""
+    """Only the adapter's records are stored, and a head needs hidden states in them."""
     base = name_base(fingerprint(world.target), "law")
     ship(world.spool, of("acme", some[:2], adapter="law") + of("other", some[2:6], adapter="law"))
     delete(world, "acme", draft=DraftConfig(adapter="law"))

@@ -253,7 +253,7 @@ def test_a_resumed_run_does_not_repeat_a_start_that_its_checkpoint_replaces(
         assert all(torch.equal(exported[name], tensor) for name, tensor in weights.items())
 
     assert_equal_after(1)
-    # Killed after the first of two steps.
+    # The run was killed after the first of two steps.
     shutil.rmtree(folder / "checkpoints/step-000002")
     assert_equal_after(1)
     # The start is computed again if its forecast is missing, or if there is no checkpoint.
