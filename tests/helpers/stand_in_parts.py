@@ -32,7 +32,9 @@ def serve(arguments: list[str]) -> None:
     folder = Path(arguments[arguments.index("--token-file") + 1]).parent
     print("(Worker pid=7) INFO 11-28 [worker.py:9] redraft: the draft takes 0.1 GB", flush=True)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    until_told(folder, f"server {port}", server.handle_request)
+    begin(folder, f"server {port}")
+    while True:
+        server.handle_request()
 
 
 def learn(arguments: list[str]) -> None:
@@ -41,16 +43,18 @@ def learn(arguments: list[str]) -> None:
     if "broken" in settings["draft"]["initial"]:
         print("ValueError: the draft does not fit", flush=True)
         sys.exit(2)
+    begin(folder, "learner")  # before the version, at which the server starts
     (folder / "registry/v000001").mkdir(parents=True, exist_ok=True)
     if not (folder / "registry/current").is_symlink():
         (folder / "registry/current").symlink_to("v000001")
     print('{"kind":"state","phase":"training"}', flush=True)
     print('{"kind":"fault","what":"disk_full","detail":"28"}', flush=True)
-    until_told(folder, "learner", lambda: time.sleep(0.05))
+    while True:
+        time.sleep(0.05)
 
 
-def until_told(folder: Path, name: str, work: object) -> None:
-    """Work until SIGTERM; `folder/events` has the begin with the process id, and the end."""
+def begin(folder: Path, name: str) -> None:
+    """Write the begin with the process id to `folder/events`, and the end at SIGTERM."""
 
     def note(event: str) -> None:
         with (folder / "events").open("a") as file:
@@ -62,8 +66,6 @@ def until_told(folder: Path, name: str, work: object) -> None:
 
     signal.signal(signal.SIGTERM, end)
     note(f"begins {os.getpid()}")
-    while True:
-        work()
 
 
 def up(arguments: list[str]) -> None:
