@@ -1,8 +1,13 @@
 """The folder of `redraft up`: its files, the list of servers, and printed lines about records.
 
-learner.toml settings of the learner token bearer token for the swap routes fleet.toml the learner's
-servers registry/ versions of the draft spool/ records on their way learner/ buffer of records,
-state, checkpoints logs/ one file for each part *.lock one for each running command
+learner.toml    settings of the learner
+token           bearer token for the swap routes
+fleet.toml      the learner's servers
+registry/       versions of the draft
+spool/          records that the learner has not read yet
+learner/        buffer of records, state, checkpoints
+logs/           one file for each part
+*.lock          one for each running command
 """
 
 import contextlib
@@ -12,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from redraft.engine.process import deferring_exit
 from redraft.files.artifact import is_full, write_whole
 from redraft.files.folder import read_config
 from redraft.files.lock import AlreadyOwnedError, own
@@ -79,9 +85,11 @@ def render_fleet(servers: Sequence[ListedServer]) -> str:
     return "\n".join(lines or ["servers = []"]) + "\n"
 
 
-def _changing(folder: Path) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def _changing(folder: Path) -> Iterator[None]:
     """Lock fleet.toml for reading and writing, and for trying the servers' locks."""
-    return own(folder / "fleet.lock", "a change of its fleet", waits=True)
+    with deferring_exit(), own(folder / "fleet.lock", "a change of its fleet", waits=True):
+        yield
 
 
 def _lock_of(folder: Path, url: str) -> Path:

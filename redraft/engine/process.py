@@ -72,6 +72,29 @@ def exiting_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
+@contextlib.contextmanager
+def deferring_exit() -> Iterator[None]:
+    """Defer SIGINT and SIGTERM until the block ends; outside the main thread, do nothing.
+
+    Their handlers raise between any two operations, so a lock acquired in the block could otherwise
+    stay held for the whole shutdown.
+    """
+    # A signal mask would not do, because another thread of the process could receive the signal.
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda n, _: received.append(n)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+        if received:
+            signal.raise_signal(received[0])
+
+
 def start_group(
     command: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None, niceness: int = 0
 ) -> subprocess.Popen[bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import errno
+import fcntl
 import functools
 import os
 import re
@@ -42,11 +43,11 @@ from benchmarks.pictures.terminal import Screen as Terminal
 from redraft.engine.counters import find_counts
 from redraft.engine.counts import AcceptanceCounts
 from redraft.engine.engine_log import last_error
-from redraft.engine.process import free_port
+from redraft.engine.process import exiting_on_sigterm, free_port
 from redraft.engine.prompts import Prompt
 from redraft.files.checkpoint import load_tokenizer
 from redraft.files.folder import read_config
-from redraft.files.lock import AlreadyOwnedError
+from redraft.files.lock import AlreadyOwnedError, acquire
 from redraft.files.target_folder import TargetFolder
 from redraft.heads.catalog import detect_family
 from redraft.online.daemon.config import load_config
@@ -204,6 +205,23 @@ def test_a_learner_that_dies_is_started_again_while_the_server_serves_and_others
     assert run.process.wait(PATIENCE_S) == 2
     assert "redraft: the server exited" in run.log.read_text()
     assert events(folder)[-1] == "learner ends"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_fleet_is_locked_leaves_no_lock_behind(number, tmp_path, monkeypatch):
+    flock = fcntl.flock
+
+    def interrupted(*arguments: int) -> None:
+        flock(*arguments)
+        os.kill(os.getpid(), number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", interrupted)
+        with exiting_on_sigterm(), pytest.raises((SystemExit, KeyboardInterrupt)):
+            up_folder.list_server(tmp_path, "http://127.0.0.1:84")
+    # the traceback is gone, but a descriptor would stay open
+    os.close(acquire(tmp_path / "fleet.lock", "a change"))
+    assert read_urls(tmp_path) == ["http://127.0.0.1:84"]
 
 
 def test_serving_outlives_the_reader_of_its_output(target, tmp_path):
