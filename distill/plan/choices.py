@@ -8,6 +8,6 @@ states written to disk.
 """
 
 ShardingKind = Literal["none", "zero2", "fsdp2"]
-"""State that is sharded over the devices: with zero2, the optimizer's state and the gradients; with
-fsdp2, also the weights.
+"""State that is sharded across the devices: with zero2, the optimizer's state and the gradients;
+with fsdp2, the weights as well.
 """

@@ -176,8 +176,8 @@ class Loop:
     """Number of rows per process and micro-batch, each with --loop.sequence-length tokens."""
     sequence_length: int = 4096
     """Number of tokens per row, at most the target's maximum context length. Train at the context
-    length that you serve, because acceptance is low beyond the length that a draft was trained on.
-    A longer conversation is cut after the last answer that fits.
+    length at which you serve, because acceptance is low beyond the length that a draft was trained on.
+    A longer conversation is truncated after the last answer that fits.
     """
     context_parallel: int = 1
     """Number of processes that share each row. Every process computes an equal part of its tokens,

@@ -417,7 +417,7 @@ class QuickMetrics:
 
 
 def quick_metrics(sums: Tensor) -> QuickMetrics:
-    """Rates from the total of the `metric_sums` of any number of batches.
+    """Compute the rates from `metric_sums` that were added up over any number of batches.
 
     Raises:
         ValueError: no row in the batches has a label.

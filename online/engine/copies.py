@@ -72,7 +72,7 @@ def refill(
 
 
 def repack_tied_heads(model: Any) -> None:
-    """Pack the weights of tied heads again, as vLLM's CPU build does at start."""
+    """Repack the weights of tied heads, as vLLM's CPU build does at startup."""
     for module in model.modules():
         # The weight of a layer that the load itself has packed is empty.
         if hasattr(module, "cpu_linear") and module.weight.numel():

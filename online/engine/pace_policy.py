@@ -128,7 +128,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Known:
-    """A policy's estimates, which a policy with the same arms and cells can restore."""
+    """A policy's estimates, in a form that another policy with the same arms and cells can load."""
 
     probes: list[Probe]
     accepted: list[tuple[int | None, int | None, list[float], list[float]]]

@@ -44,7 +44,7 @@ class Forgotten:
     learned: tuple[str, ...]
     """Versions that may have been trained on the tenant's records in the buffer."""
     is_in_training: bool
-    """Whether the draft in training may also have been trained on them."""
+    """Whether the draft that is being trained may also have been trained on these records."""
     clean: str | None
     """Newest published version whose training ended before these records arrived."""
     current: str | None

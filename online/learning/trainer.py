@@ -42,7 +42,7 @@ def _number(checkpoint_id: str) -> int:
 @dataclass(kw_only=True)
 class Progress:
     through: int = 0
-    """Records up to this number were trained on as new or skipped."""
+    """Records up to this number have been skipped, or used for training as new records."""
     records: int = 0
     """Number of records trained on as new, including records for discarded drafts; 0 if there is no
     checkpoint.

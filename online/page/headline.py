@@ -146,7 +146,7 @@ def _select_entries_before(history: History, version: str) -> list[AcceptanceEnt
 
 
 def _select_engine_entries(history: History, ending_s: float | None) -> list[AcceptanceEntry]:
-    """Select the engines' counts in the RECENT_S before `ending_s`.
+    """Select the engines' counts in the RECENT_S seconds before `ending_s`.
 
     If `ending_s` is None, the period ends with the last entry that has traffic.
     """

@@ -33,8 +33,8 @@ MAGIC = b"RDR1"
 """First bytes of every frame."""
 
 MAX_RECORD_BYTES = 64 << 20
-"""Size limit of a decompressed record in bytes, so that a damaged or malicious frame cannot exhaust
-memory.
+"""Maximum size of a decompressed record, in bytes. It prevents a damaged or malicious frame from
+exhausting the memory.
 """
 
 FREE_BYTES, MAX_RATIO = 1 << 20, 64

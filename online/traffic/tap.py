@@ -245,7 +245,7 @@ class Tap:
             self.counts["dropped_records_queue_full"] += 1
 
     def _count_failure(self, error: Exception) -> None:
-        """Count an unrecorded answer by reason, and log the first one for each reason.
+        """Count an unrecorded answer under its reason, and log the first one for each reason.
 
         The message of an error that is not ours is not logged, because it may quote the user's
         words.

@@ -277,7 +277,7 @@ def add_logprobs(payload: dict[str, Any], kind: str, top_k: int) -> dict[str, An
 
 
 def strip_added(message: Any) -> bool:
-    """Remove the tap's fields from an answer or event of any format.
+    """Remove the fields that the tap added from an answer or event, whatever its format.
 
     Return False if nothing is left for the client.
     """

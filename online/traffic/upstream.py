@@ -182,7 +182,7 @@ class Upstream:
             writer.transport.abort()
 
     async def send(self, forwarded: ForwardedRequest) -> Reply:
-        """Send the request and return the response once its head has arrived.
+        """Send the request and return the response once its headers have arrived.
 
         Raises:
             RefusedError, OutOfFilesError, BrokenError, UnsendableError
