@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -37,7 +36,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from redraft.files.lock import acquire
+from redraft.files.lock import own
 from redraft.files.private import make_private
 from redraft.online.learning.buffer_file import (
     TARGETS,
@@ -158,7 +157,7 @@ class Buffer(AbstractContextManager["Buffer"]):
         with ExitStack() as opened:
             if config.folder is not None:
                 make_private(config.folder)  # it contains users' text
-                opened.callback(os.close, acquire(config.folder / "lock", "a learner's buffer"))
+                opened.enter_context(own(config.folder / "lock", "a learner's buffer"))
             with named_disk_full():
                 # The order matters: the next number depends on commits and files, and the key
                 # depends on that number.

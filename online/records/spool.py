@@ -9,7 +9,6 @@ folder's size is bounded: if it exceeds its budget, the oldest files are deleted
 them.
 """
 
-import fcntl
 import os
 import stat
 import time
@@ -18,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from redraft.files.lock import AlreadyOwnedError, find_mount, suppress_missing_locks
+from redraft.files.lock import AlreadyOwnedError, find_mount, try_lock
 
 SUFFIX, PARTIAL = ".records", ".partial"
 
@@ -131,14 +130,11 @@ def emptying(folder: Path | None) -> Iterator[None]:
         return
     try:
         # The folder itself is locked, so that it contains only the servers' files.
-        try:
-            with suppress_missing_locks():
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(descriptor):
             raise AlreadyOwnedError(
                 f"another learner reads the spool {folder}: give each learner and its servers a "
                 "different spool, or stop the other learner"
-            ) from None
+            )
         yield
     finally:
         os.close(descriptor)

@@ -24,8 +24,9 @@ class AlreadyOwnedError(OSError):
     """Another running process owns the folder; the message names the owner."""
 
 
-def acquire(path: Path, purpose: str, *, waits: bool = False) -> int:
-    """Acquire the lock `path`, which is held until the descriptor is closed or the process exits.
+@contextmanager
+def own(path: Path, purpose: str, *, waits: bool = False) -> Iterator[None]:
+    """Hold the lock `path` while the block runs.
 
     The file itself is never removed. With `waits`, the function waits for the current owner instead
     of raising an error.
@@ -42,6 +43,14 @@ def acquire(path: Path, purpose: str, *, waits: bool = False) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = os.open(path, flags, 0o644)
     try:
+        _acquire(descriptor, path, purpose, waits=waits)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _acquire(descriptor: int, path: Path, purpose: str, *, waits: bool) -> None:
+    try:
         found = os.fstat(descriptor)
         owner = os.pread(descriptor, 200, 0) if stat.S_ISREG(found.st_mode) else b"?"
         if found.st_nlink > 1 or (owner and not owner.startswith(OWNER)):
@@ -55,16 +64,26 @@ def acquire(path: Path, purpose: str, *, waits: bool = False) -> int:
     except BlockingIOError:
         # Read once more, because the owner may have written its name only after the first read.
         named = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
-        os.close(descriptor)
         raise AlreadyOwnedError(
             f"{path.parent} already has {purpose} ({named}): stop it first"
         ) from None
     except OSError as error:
-        os.close(descriptor)
         if error.errno not in NO_LOCKS:
             raise
         raise OSError(f"{describe_missing(path, error)}: choose a folder on a local disk") from None
-    return descriptor
+
+
+def try_lock(descriptor: int) -> bool:
+    """Lock an open file until it is closed. Return False if another process holds the lock.
+
+    If the file system has no locks, return True.
+    """
+    with suppress_missing_locks():
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
 
 
 @contextmanager
@@ -87,12 +106,9 @@ def wait_for(path: Path, waiting: str) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        with suppress_missing_locks():
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                print(waiting, flush=True)
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if not try_lock(descriptor):
+            print(waiting, flush=True)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)
@@ -115,13 +131,3 @@ def find_mount(path: Path) -> tuple[str, str]:
             if mount in places and len(mount) >= len(found[0]):
                 found = (mount, kind)
     return found
-
-
-@contextmanager
-def own(path: Path, purpose: str, *, waits: bool = False) -> Iterator[None]:
-    """Hold the lock `path` while the block runs. Raises the same errors as `acquire`."""
-    descriptor = acquire(path, purpose, waits=waits)
-    try:
-        yield
-    finally:
-        os.close(descriptor)

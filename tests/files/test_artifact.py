@@ -30,7 +30,7 @@ from redraft.files.artifact import (
     write_whole,
 )
 from redraft.files.folder import fingerprint, read_json
-from redraft.files.lock import acquire
+from redraft.files.lock import own
 
 FORK = multiprocessing.get_context("fork")
 
@@ -413,5 +413,8 @@ def test_a_folder_is_published_without_locks(
             overwrite=True,
         )
     assert (tmp_path / "run" / "a").read_text() == "new"
-    with pytest.raises(OSError, match=rf"{tmp_path}/lock .*locks.*local disk"):
-        acquire(tmp_path / "lock", "a learner")
+    with (
+        pytest.raises(OSError, match=rf"{tmp_path}/lock .*locks.*local disk"),
+        own(tmp_path / "lock", "a learner"),
+    ):
+        pass

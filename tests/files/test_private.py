@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 
@@ -38,6 +39,21 @@ def test_only_a_lock_is_taken_for_one_and_everything_else_stays_as_it_is(tmp_pat
         with pytest.raises(AlreadyOwnedError, match=f"process {os.getpid()} on"), own(lock, "x"):
             pass
     with own(lock, "a learner"):  # of an earlier owner
+        pass
+
+
+def test_an_interrupted_owner_leaves_the_lock_free(tmp_path, monkeypatch):
+    flock, lock = fcntl.flock, tmp_path / "lock"
+
+    def interrupted(*arguments: int) -> None:
+        flock(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", interrupted)
+        with pytest.raises(KeyboardInterrupt), own(lock, "a learner"):
+            pass
+    with own(lock, "a learner"):
         pass
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import errno
-import fcntl
 import functools
 import os
 import re
@@ -47,7 +46,7 @@ from redraft.engine.process import exiting_on_sigterm, free_port
 from redraft.engine.prompts import Prompt
 from redraft.files.checkpoint import load_tokenizer
 from redraft.files.folder import read_config
-from redraft.files.lock import AlreadyOwnedError, acquire
+from redraft.files.lock import AlreadyOwnedError, own
 from redraft.files.target_folder import TargetFolder
 from redraft.heads.catalog import detect_family
 from redraft.online.daemon.config import load_config
@@ -209,18 +208,20 @@ def test_a_learner_that_dies_is_started_again_while_the_server_serves_and_others
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_the_fleet_is_locked_leaves_no_lock_behind(number, tmp_path, monkeypatch):
-    flock = fcntl.flock
+    open_file = os.open
 
-    def interrupted(*arguments: int) -> None:
-        flock(*arguments)
+    def interrupted(*arguments: Any) -> int:
+        descriptor = open_file(*arguments)
         os.kill(os.getpid(), number)
+        return descriptor
 
     with monkeypatch.context() as patch:
-        patch.setattr(fcntl, "flock", interrupted)
+        patch.setattr(os, "open", interrupted)
         with exiting_on_sigterm(), pytest.raises((SystemExit, KeyboardInterrupt)):
             up_folder.list_server(tmp_path, "http://127.0.0.1:84")
     # the traceback is gone, but a descriptor would stay open
-    os.close(acquire(tmp_path / "fleet.lock", "a change"))
+    with own(tmp_path / "fleet.lock", "a change"):
+        pass
     assert read_urls(tmp_path) == ["http://127.0.0.1:84"]
 
 
