@@ -229,16 +229,30 @@ class Registry:
             f"{error}. No version before {current} is intact either: copy one back"
         ) from error
 
-    def _restore_link(self) -> None:
-        if (self.folder / "current").is_symlink():
-            return
-        current, versions = self.current(), self.versions()
-        if current is None and len(versions) > 1:
+    def choose_current(self) -> str:
+        """Return the current version, also of a copy without the link `current`.
+
+        Raises:
+            FileNotFoundError: there is no version.
+            ValueError: it is unknown which of several versions was current.
+        """
+        if current := self.current():
+            return current
+        versions = self.versions()
+        if not versions:
+            raise FileNotFoundError(
+                f"{self.folder} has no version yet: start its learner first, or set --draft"
+            )
+        if len(versions) > 1:
             raise ValueError(
                 f"{self.folder} has {len(versions)} versions, but neither the link `current` nor "
                 f"{PROMOTED}: choose one, e.g. ln -s {versions[0]} {self.folder / 'current'}"
             )
-        self.promote(current or versions[0])
+        return versions[0]
+
+    def _restore_link(self) -> None:
+        if not (self.folder / "current").is_symlink():
+            self.promote(self.choose_current())
 
     def path(self, version: str) -> Path:
         """Return the folder of a version.

@@ -28,6 +28,7 @@ from redraft.files.private import require_own
 from redraft.heads.families.retrieval import LIVE
 from redraft.heads.provenance import read_provenance
 from redraft.online.engine.config import PLUGIN_NAME, TABLE, check_pace, make_table, read_config
+from redraft.online.fleet.registry import Registry
 from redraft.recipes.serve.serve_config import ServeConfig
 from redraft.recipes.serve.vllm_flags import (
     BESIDE_A_DRAFT,
@@ -143,7 +144,7 @@ def server_command(cfg: ServeConfig) -> list[str]:
     Raises:
         ValueError: neither a draft nor a registry is given, or vLLM cannot serve the draft with
             these settings.
-        FileNotFoundError: the registry has no current version.
+        FileNotFoundError: the registry has no version.
     """
     if (Path(cfg.target) / INDEX).is_file():
         weight_files(Path(cfg.target))  # vLLM would have to choose between two sets of weights
@@ -365,8 +366,7 @@ def _draft(cfg: ServeConfig) -> DraftSource:
             "there is no draft to serve: set --draft, or --registry to serve its current version"
         )
     current = cfg.registry / "current"
-    if not current.is_dir():
-        raise FileNotFoundError(
-            f"{cfg.registry} has no current version: set --draft, or publish a version first"
-        )
+    if not current.is_dir():  # e.g. in object storage, which has no links
+        registry = Registry.open(cfg.registry)
+        current = registry.path(registry.choose_current())
     return DraftSource(source=str(current))

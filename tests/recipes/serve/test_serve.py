@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -28,6 +29,7 @@ from redraft.heads.families.retrieval import Config as Counts
 from redraft.heads.families.retrieval import Retrieval
 from redraft.online.engine.config import CaptureConfig, is_enabled, make_table, read_config
 from redraft.online.engine.feed import find_owner
+from redraft.online.fleet.registry import Registry
 from redraft.online.records.origin import EXTRA_ARGS_KEY, Origin
 from redraft.recipes.serve import serve, serve_features
 from redraft.recipes.serve.serve import (
@@ -383,6 +385,24 @@ def test_a_registry_alone_serves_its_current_version(tmp_path):
     assert str(tmp_path / "v000003") in command[command.index("--speculative-config") + 1]
     with pytest.raises(ValueError, match=r"--draft.*--registry"):
         server_command(parse("target"))
+
+
+def test_a_copy_of_a_registry_without_the_link_serves_its_current_version(tmp_path):
+    registry = Registry(tmp_path)
+
+    def served():
+        command = server_command(parse("target", "--registry", str(tmp_path)))
+        config = json.loads(command[command.index("--speculative-config") + 1])
+        return Path(config["model"]).name
+
+    for _ in range(3):
+        registry.publish(write_draft, target_fingerprint="t", provenance={}, evaluation={})
+    with pytest.raises(ValueError, match=rf"^{tmp_path} has 3 versions.*`current`"):
+        served()
+    for version in registry.versions()[:2]:
+        registry.promote(version)
+    (tmp_path / "current").unlink()
+    assert served() == "v000002", "the newest version was never current"
 
 
 def test_the_plugin_reads_back_what_the_command_was_told(tmp_path):
