@@ -39,8 +39,8 @@ class FleetConfig:
     file: Path | None = None
     """Path of fleet.toml, a list of servers. Changes are picked up while the learner runs."""
     name: str = ""
-    """Host name with port, e.g. http://vllm.default.svc:8000. Every address to which it resolves is
-    a server, as with a headless Kubernetes service.
+    """Host name with port, e.g. http://vllm.default.svc:8000. Every IPv4 address to which it resolves
+    is a server, as with a headless Kubernetes service; if there is none, every IPv6 address.
     """
     token_file: Path | None = None
     """File with the bearer token for the servers' /redraft/ routes. Alternatively, set the
@@ -152,7 +152,9 @@ def list_servers(path: Path) -> list[ListedServer]:
 
 
 async def resolve_addresses(url: str) -> list[str]:
-    """Resolve the host name in `url` to one URL per address, sorted.
+    """Resolve the host name in `url` to one URL per IPv4 address, sorted.
+
+    Without an IPv4 address, return one URL per IPv6 address.
 
     Raises:
         OSError: if the name does not resolve to any address.
@@ -162,7 +164,10 @@ async def resolve_addresses(url: str) -> list[str]:
     found = await asyncio.get_running_loop().getaddrinfo(
         parts.hostname, parts.port, type=socket.SOCK_STREAM
     )
-    hosts = sorted({str(address[0]) for *_, address in found})
+    # A pod of a dual-stack service has an address of each kind, and would count as two servers.
+    # vLLM listens on IPv4 unless --host is an IPv6 address.
+    ipv4 = [one for one in found if one[0] == socket.AF_INET]
+    hosts = sorted({str(address[0]) for *_, address in ipv4 or found})
     return [
         f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{parts.port}" for host in hosts
     ]

@@ -75,25 +75,31 @@ def test_a_file_that_lists_no_servers_is_told_by_name(tmp_path, text):
         read_fleet(tmp_path / "fleet.toml", "t")
 
 
-def test_every_address_behind_a_name_is_a_server(monkeypatch):
+@pytest.mark.parametrize("has_ipv4", [True, False])
+def test_every_address_of_one_family_behind_a_name_is_a_server(has_ipv4, monkeypatch):
+    addresses = {
+        socket.AF_INET: ["10.0.0.7", "10.0.0.5", "10.0.0.5"] if has_ipv4 else [],
+        socket.AF_INET6: ["fd00::7", "fd00::5"],  # of the same pods
+    }
+
     def resolve(host, port, *args, **kwargs):
         assert (host, port) == ("vllm.default.svc", 8000)
-        addresses = ["10.0.0.7", "10.0.0.5", "10.0.0.5"]
-        six = (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("fd00::1", port, 0, 0))
         return [
-            (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses
-        ] + [six]
+            (family, socket.SOCK_STREAM, 6, "", (address, port))
+            for family, found in addresses.items()
+            for address in found
+        ]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     found = asyncio.run(
         discover(FleetConfig(servers=("http://fixed:1/",), name="http://vllm.default.svc:8000"))
     )
-    assert list(found) == [
-        "http://fixed:1",
-        "http://10.0.0.5:8000",
-        "http://10.0.0.7:8000",
-        "http://[fd00::1]:8000",
-    ]
+    pods = (
+        ["http://10.0.0.5:8000", "http://10.0.0.7:8000"]
+        if has_ipv4
+        else ["http://[fd00::5]:8000", "http://[fd00::7]:8000"]
+    )
+    assert list(found) == ["http://fixed:1", *pods]
     assert set(found.values()) == {TOKEN}
 
 
