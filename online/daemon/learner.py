@@ -296,6 +296,7 @@ class Learner:
         self.account.end_faults("fleet_unknown")
         # A swap in progress depends on the current list of servers.
         if self.rollouts.fleet.locked():
+            self.members.renew(found)
             return
         known = set(self.members.servers)
         for server in self.members.update(found):

@@ -119,7 +119,7 @@ class Rollouts:
 
         Old versions only take up space, so after a failure the next rollout tries again.
         """
-        in_use = {server.versions["seen"] for server in self.servers if server.versions}
+        in_use = {server.seen for server in self.servers if server.seen}
         # A checkpoint contains the config and layout of the version that its training started from.
         in_use.add(self.trainer.candidate.version.name)
         if (swap := self.inbox.find(Event.SWAP_REQUESTED)) and swap.candidate:

@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, HTTPException, Request
@@ -34,6 +35,7 @@ from redraft.online.records.origin import (
     read_origin_headers,
     stored_name,
 )
+from redraft.online.tokens import read_token
 
 logger = logging.getLogger("vllm.redraft")
 
@@ -111,7 +113,7 @@ class Endpoint:
 
     async def status(self, request: Request) -> dict[str, Any]:
         """The recording rank's status, vLLM's version, and whether all ranks agree on the draft."""
-        authorize(request, self.config)
+        self.config = authorize(request, self.config)
         try:
             own = {"registry": self.swaps.registry_id, "notes": self.notes}
             return await self.swaps.calls.status() | own
@@ -179,7 +181,7 @@ class Endpoint:
         Raises:
             HTTPException: the request may not use them, or the body is invalid.
         """
-        authorize(request, self.config)
+        self.config = authorize(request, self.config)
         try:
             return parse(await request.json())
         # A client that disconnects before its body is complete is not a server error, which would
@@ -236,8 +238,10 @@ def _parse_move(body: Any) -> Move:
     return Move(folder=folder, label=label, draft=draft)
 
 
-def authorize(request: Request, config: PluginConfig) -> None:
-    """Check that a request may use the routes.
+def authorize(request: Request, config: PluginConfig) -> PluginConfig:
+    """Check that a request may use the routes. Return the config with the current token.
+
+    A token that seems wrong is also compared with the token file, which may have been replaced.
 
     Raises:
         HTTPException: 403 for another machine, 503 if no token is configured, 401 for a wrong
@@ -254,12 +258,22 @@ def authorize(request: Request, config: PluginConfig) -> None:
             503,
             "no token: start the server with `redraft serve --token-file FILE` or REDRAFT_TOKEN",
         )
+    if _is_given(request, config.token):
+        return config
+    if config.token_file:
+        with suppress(OSError, ValueError):  # e.g. while the file is being replaced
+            config = replace(config, token=read_token(config.token_file))
+            if _is_given(request, config.token):
+                return config
+    raise HTTPException(
+        401, "wrong or missing bearer token", headers={"WWW-Authenticate": "Bearer"}
+    )
+
+
+def _is_given(request: Request, token: str | None) -> bool:
     given = request.headers.get("authorization", "")
     # Compare bytes, because `compare_digest` raises for a non-ASCII string.
-    if not hmac.compare_digest(given.encode(), f"Bearer {config.token}".encode()):
-        raise HTTPException(
-            401, "wrong or missing bearer token", headers={"WWW-Authenticate": "Bearer"}
-        )
+    return hmac.compare_digest(given.encode(), f"Bearer {token}".encode())
 
 
 _origin: ContextVar[Origin] = ContextVar("redraft_origin")

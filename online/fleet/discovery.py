@@ -184,21 +184,24 @@ class Members(Generic[AnyServer]):
         self._make = make
 
     def update(self, tokens: Mapping[str, str]) -> list[AnyServer]:
-        """Add new servers, and remove those that are no longer listed or have a new token.
+        """Add new servers, and remove those that are no longer listed. The others are renewed.
 
-        Return the removed servers; the caller must close the `http` client of each. A server with a
-        new token is also added again.
+        Return the removed servers; the caller must close the `http` client of each.
         """
-        # A server with a new token counts as removed and is created again below, because servers
-        # are frozen.
-        gone = [server for server in self.servers if tokens.get(server.url) != server.token]
-        known = {server.url for server in self.servers if server not in gone}
+        self.renew(tokens)
+        gone = [server for server in self.servers if server.url not in tokens]
+        known = {server.url for server in self.servers}
         # Changed in place, because the watch and the cycle share this list.
-        self.servers[:] = [server for server in self.servers if server not in gone]
+        self.servers[:] = [server for server in self.servers if server.url in tokens]
         for url, token in tokens.items():
             if url not in known:
                 self.servers.append(self._make(url, token, make_client(url)))
         return gone
+
+    def renew(self, tokens: Mapping[str, str]) -> None:
+        """Give each server its current token."""
+        for server in self.servers:
+            server.token = tokens.get(server.url, server.token)
 
     async def aclose(self) -> None:
         await asyncio.gather(*(server.http.aclose() for server in self.update({})))

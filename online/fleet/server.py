@@ -257,12 +257,13 @@ class Status:
         return self.total.since(first.total)
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class FleetServer:
     """One vLLM server with the plugin. Two objects with the same address are equal."""
 
     url: str
     token: str = field(repr=False, compare=False)
+    """Bearer token, which may change while the server is in use."""
     http: httpx.AsyncClient = field(repr=False, compare=False)
     """One client per server. httpx iterates over all connections of a client at every request, so
     with a shared client, the cost would grow with the square of the number of servers.
@@ -273,10 +274,8 @@ class FleetServer:
     only.
     """
 
-    @property
-    def answered_s(self) -> float:
-        """Time of the last response on the monotonic clock; infinite if it is not recorded."""
-        return math.inf
+    answered_s: float = field(default=math.inf, repr=False, compare=False, kw_only=True)
+    """Time of the last response on the monotonic clock; infinite if it is not recorded."""
 
     async def status(self) -> Status:
         """Request the server's current status.

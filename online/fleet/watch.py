@@ -146,41 +146,35 @@ def _count_lost(last: Status, now: Status) -> Counter[str]:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class JournaledServer(FleetServer):
     """A server that records each of its swaps in the journal."""
 
     journal: Journal = field(repr=False, compare=False)
-    versions: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
-    """The last version seen on each server. This is a dict, because a frozen dataclass cannot
-    change a field.
-    """
-    answers: dict[str, float] = field(
-        default_factory=lambda: {"last": time.monotonic()}, repr=False, compare=False
+    seen: str | None = field(default=None, repr=False, compare=False)
+    """The last version seen on the server."""
+    answered_s: float = field(
+        default_factory=time.monotonic, repr=False, compare=False, kw_only=True
     )
-
-    @property
-    def answered_s(self) -> float:
-        return self.answers["last"]
 
     async def status(self) -> Status:
         try:
             status = await super().status()
         except RefusedError:
-            self.answers["last"] = time.monotonic()
+            self.answered_s = time.monotonic()
             raise
-        self.answers["last"] = time.monotonic()
-        self.versions["seen"] = status.draft_version
+        self.answered_s = time.monotonic()
+        self.seen = status.draft_version
         return status
 
     async def swap(self, version: str) -> None:
-        before = self.versions.get("seen")
+        before = self.seen
         began_s = time.monotonic()
         outcome: SwapOutcome = "swapped"
         reason = ""
         try:
             await super().swap(version)
-            self.versions["seen"] = version
+            self.seen = version
         except asyncio.CancelledError:
             outcome, reason = "unreachable", "abandoned, because a rollout or rollback started"
             raise

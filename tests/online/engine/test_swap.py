@@ -289,6 +289,20 @@ def test_who_may_use_the_routes(host, token, config, code):
         assert error.value.status_code == code
 
 
+def test_a_replaced_token_is_read_again_and_then_the_earlier_one_is_refused(tmp_path):
+    path, first, second = tmp_path / "token", "the first of two tokens", "the second of two tokens"
+    path.write_text(first)
+    path.chmod(0o600)
+    config = read_config(write_settings({"token_file": str(path)}))
+    path.write_text(second)
+    config = authorize(make_request("::1", second), config)
+    path.unlink()  # it is being replaced once more
+    assert authorize(make_request("::1", second), config) == config
+    with pytest.raises(HTTPException) as error:
+        authorize(make_request("::1", first), config)
+    assert error.value.status_code == 401
+
+
 def test_the_token_comes_from_a_file_and_stays_out_of_logs(tmp_path):
     (tmp_path / "token").write_text("a-secret-for-tests\n")
     (tmp_path / "token").chmod(0o600)

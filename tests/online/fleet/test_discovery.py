@@ -126,7 +126,8 @@ def test_members_come_and_go_in_one_list():
         assert members.update({"http://b:1": "t", "http://c:1": "t"}) == [a]
         assert [server.url for server in servers] == ["http://b:1", "http://c:1"]
         assert servers[0] is b, "its connections are kept"
-        assert members.update({"http://b:1": "a new token", "http://c:1": "t"}) == [b]
+        assert members.update({"http://b:1": "a new token", "http://c:1": "t"}) == []
+        assert servers[0] is b, "its swaps and requests go on"
         assert {server.url: server.token for server in servers} == {
             "http://b:1": "a new token",
             "http://c:1": "t",
