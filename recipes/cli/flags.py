@@ -16,7 +16,6 @@ from types import NoneType, UnionType
 from typing import (
     Annotated,
     Any,
-    Literal,
     TypeVar,
     Union,
     cast,
@@ -34,7 +33,7 @@ from tyro.constructors import (
 )
 
 from redraft.files.setting_error import SettingError
-from redraft.files.settings import read_field_docs
+from redraft.files.settings import list_choices, read_field_docs
 from redraft.recipes.cli.wrapping import hold_commands
 
 UNREADABLE = re.compile(r"Error parsing (\S+): (.*?('[^']*').*)")
@@ -163,8 +162,7 @@ def choose_metavar(name: str, hint: Any) -> str | None:
     word = {int: "INT", float: "FLOAT"}.get(element)
     if element in (str, Path):
         word = (name.removesuffix("s") if is_tuple else name).upper()
-    elif is_optional and (element is bool or get_origin(element) is Literal):
-        choices = (True, False) if element is bool else get_args(element)
+    elif is_optional and (choices := (True, False) if element is bool else list_choices(element)):
         word = f"{{{','.join(map(str, choices))}}}"
     if word is None or tyro.conf.UseAppendAction in markers or not is_tuple:
         return word

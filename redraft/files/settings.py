@@ -23,7 +23,8 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 import tyro
@@ -111,7 +112,10 @@ def _render_section(config_type: type, prefix: str, values: Mapping[str, Any]) -
         if key in sections or not config_field.metadata.get("listed", True):
             continue
         # Do not break at hyphens, because --capture.spool must stay in one piece.
-        for line in textwrap.wrap(documents.get(key, ""), COMMENT_COLUMNS, break_on_hyphens=False):
+        text = documents.get(key, "")
+        if choices := list_choices(types[key]):
+            text += f" One of {', '.join(map(render_value, choices))}."
+        for line in textwrap.wrap(text, COMMENT_COLUMNS, break_on_hyphens=False):
             yield f"# {line}"
         if key in values:
             value = convert(values[key], types[key], f"--set {prefix}{key}", Path)
@@ -229,10 +233,16 @@ def _explain(error: msgspec.ValidationError, kind: Any) -> str:
         return f"{'.'.join([*path, missing[1]])} is missing"
     for name in path:
         kind = get_type_hints(kind).get(name) if is_dataclass(kind) else None
-    if get_origin(kind) is Literal:
-        reason += f": choose from {', '.join(map(repr, get_args(kind)))}"
+    if choices := list_choices(kind):
+        reason += f": choose from {', '.join(map(repr, choices))}"
     reason = reason[:1].lower() + reason[1:]
     return f"{place}: {reason}" if place else reason
+
+
+def list_choices(kind: Any) -> tuple[Any, ...]:
+    """Return the values of a Literal, which may be optional; empty for other types."""
+    options = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    return next((get_args(option) for option in options if get_origin(option) is Literal), ())
 
 
 def describe_unknown(key: str, known: Sequence[str], section: str) -> str:

@@ -46,7 +46,9 @@ def publish(world):
 
 def test_the_printed_settings_can_be_read_back(capsys, tmp_path):
     assert dispatch(["learner", "--print-config"]) == 0
-    (tmp_path / "learner.toml").write_text(capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    assert 'One of "no", "bf16".' in printed.replace("\n# ", " ")
+    (tmp_path / "learner.toml").write_text(printed)
     assert load_config(tmp_path / "learner.toml").training.fresh_per_step == 4
 
 
@@ -92,6 +94,10 @@ def test_a_wrong_set_is_refused_before_anything_is_printed(override, said, capsy
         (
             ["learner", "--set", "judging.draft_sample_method='x'"],
             "judging.draft_sample_method: invalid enum value 'x': choose from 'greedy', 'probabi",
+        ),
+        (
+            ["learner", "--set", "training.mixed_precision='x'"],
+            "training.mixed_precision: invalid enum value 'x': choose from 'no', 'bf16'",
         ),
         (["learner", "--set", "rollout.confidence=3"], "rollout.confidence must be between 0.5"),
         (["learner", "--set", "page.port=99999"], "page.port is 99999: a port is a number up to"),
