@@ -423,10 +423,17 @@ class EndpointTarget:
 
     async def _score(self, ids_T: Tensor, rows_N: Tensor) -> tuple[Tensor, Tensor]:
         """Return (ids, log-probabilities), each [N, K], for the given rows of one document."""
-        # Row r is read at token r + 1, so the prompt ends after the last wanted row's token.
-        prompt = ids_T[: int(rows_N[-1]) + 2].tolist()
+        # Row r is read at token r + 1. The last row is read at the one token that the server
+        # generates, so that a document of the server's maximum length leaves room for this token.
+        *rows, last = rows_N.tolist()
         try:
-            answer = await self._complete(prompt=prompt, prompt_logprobs=self.k, max_tokens=1)
+            answer = await self._complete(
+                prompt=ids_T[: last + 1].tolist(),
+                prompt_logprobs=self.k,
+                logprobs=self.k,
+                return_tokens_as_token_ids=True,
+                max_tokens=1,
+            )
         except RequestRefusedError as error:
             if "logprobs" in error.reason:
                 raise ValueError(
@@ -438,13 +445,17 @@ class EndpointTarget:
         # Entry t + 1 is the distribution of row t. If token t + 1 is not in the top k, it is entry
         # k + 1.
         try:
-            largest = [
-                sorted(((e["logprob"], int(token)) for token, e in entry.items()), reverse=True)
-                for entry in (scored[row + 1] for row in rows_N.tolist())
+            known = [
+                [(e["logprob"], int(token)) for token, e in scored[row + 1].items()] for row in rows
             ]
+            (generated,) = answer["choices"][0]["logprobs"]["top_logprobs"]
+            known.append(
+                [(p, int(token.removeprefix("token_id:"))) for token, p in generated.items()]
+            )
+            largest = [sorted(entry, reverse=True) for entry in known]
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(
-                f"{url} sends `prompt_logprobs` in a form that vLLM does not use"
+                f"{url} sends log-probabilities in a form that vLLM does not use"
             ) from error
         if (fewest := min(map(len, largest))) < self.k:
             raise ValueError(

@@ -17,13 +17,22 @@ Reply = tuple[int, dict[str, Any]]
 
 
 def log_probs(request: dict[str, Any]) -> dict[str, Any]:
-    """The k largest at every position but the first, a function of the token before."""
+    """The k largest at every position but the first, and at the generated token.
+
+    They are a function of the token before.
+    """
     prompt, k = request["prompt"], request.get("prompt_logprobs", 1)
-    entries = [
+    *entries, last = [
         {str((token + i) % 97): {"logprob": -1.0 - i - token / 100} for i in range(k)}
-        for token in prompt[:-1]
+        for token in prompt
     ]
-    return {"choices": [{"prompt_logprobs": [None, *entries]}]}
+    return {"choices": [{"prompt_logprobs": [None, *entries], **generated(last)}]}
+
+
+def generated(entry: dict[str, Any]) -> dict[str, Any]:
+    """The log-probabilities of a generated token, in vLLM's form for token ids."""
+    log_probs = {f"token_id:{token}": value["logprob"] for token, value in entry.items()}
+    return {"logprobs": {"top_logprobs": [log_probs]}}
 
 
 @dataclass

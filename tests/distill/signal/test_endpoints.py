@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from teachers import Teacher, log_probs, teaching
+from teachers import Reply, Teacher, generated, log_probs, teaching
 from test_signals import make_batch
 from waiting import until
 
@@ -236,6 +236,26 @@ def test_a_batch_shared_among_servers_has_the_signal_that_one_of_them_gives() ->
     assert int((alone.ids_BTK[..., 0] >= 0).sum()) > 20
 
 
+class Limited(Teacher):
+    """A teacher with a maximum length of 12 tokens, which a request's prompt and answer share."""
+
+    def reply(self, request: dict[str, Any]) -> Reply:
+        if len(request["prompt"]) + request["max_tokens"] > 12:
+            return 400, {"error": {"message": "the maximum length is 12"}}
+        return super().reply(request)
+
+
+def test_a_document_of_the_servers_maximum_length_is_scored_up_to_its_last_label() -> None:
+    batch = make_batch(rows=((12,),), width=12)
+    with teaching(Limited()) as teacher:
+        known = EndpointTarget(Endpoint(teacher.url), k=3)(batch).distribution
+    assert isinstance(known, TopKTarget)
+    is_label_T = batch.loss_mask_BT[0, 1:]
+    assert is_label_T[-1]
+    most_likely_T = known.ids_BTK[0, :-1, 0]
+    assert torch.equal(most_likely_T[is_label_T], batch.input_ids_BT[0, :-1][is_label_T])
+
+
 def serve_ids(
     tokenizer: Any, shift: int = 0, beyond: int = 0
 ) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -248,15 +268,11 @@ def serve_ids(
         if isinstance(request["prompt"], str):
             ids = tokenizer(request["prompt"], add_special_tokens=False)["input_ids"]
             return {"choices": [{"prompt_token_ids": [token + shift for token in ids]}]}
-        entries = [
-            {str(beyond + i): {"logprob": -1.0 - i} for i in range(3)}
-            for _ in request["prompt"][1:]
+        *entries, last = [
+            {str(beyond + i): {"logprob": -1.0 - i} for i in range(3)} for _ in request["prompt"]
         ]
-        return {
-            "choices": [
-                {"prompt_logprobs": [None, *entries], "token_ids": [beyond] * request["max_tokens"]}
-            ]
-        }
+        choice = {"prompt_logprobs": [None, *entries], **generated(last)}
+        return {"choices": [choice | {"token_ids": [beyond] * request["max_tokens"]}]}
 
     return answer
 
@@ -316,6 +332,9 @@ def test_a_server_with_another_name_is_named_once(
         assert all(word in said[0] for word in (alias.url, "an-alias", opened.name))
 
 
+ONE = {"1": {"logprob": -1.0}}
+
+
 @pytest.mark.parametrize(
     ("choices", "reason"),
     [
@@ -325,7 +344,8 @@ def test_a_server_with_another_name_is_named_once(
         ([{"prompt_logprobs": [None]}], "a form that vLLM does not use"),
         ([{"prompt_logprobs": [-1.0] * 26}], "a form that vLLM does not use"),
         ([{"prompt_logprobs": [{"the": {"logprob": -1.0}}] * 26}], "a form that vLLM does not use"),
-        ([{"prompt_logprobs": [{"1": {"logprob": -1.0}}] * 26}], r"\b1 .*not 3.*--signal\.k"),
+        ([{"prompt_logprobs": [ONE] * 26}], "a form that vLLM does not use"),
+        ([{"prompt_logprobs": [ONE] * 26, **generated(ONE)}], r"\b1 .*not 3.*--signal\.k"),
     ],
 )
 def test_a_gateway_that_drops_what_a_teacher_sends_is_named(choices: Any, reason: str) -> None:

@@ -270,7 +270,7 @@ def test_a_real_server_gives_the_log_probabilities_of_the_model_that_it_serves(
     engine_with_draft: VllmServer, served_pair: tuple[Path, Path]
 ) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(served_pair[0], dtype=torch.float32)
-    batch = make_batch(model.config.vocab_size, rows=((40, 30), (25, 2, 20)), width=72)
+    batch = make_batch(model.config.vocab_size, rows=((40, 30), (25, 2, 20), (256,)), width=256)
     live = EndpointTarget(Endpoint(engine_with_draft.url), k=20)(batch).distribution
     exact = InProcessTarget(model)(batch).distribution
     assert isinstance(live, TopKTarget)
@@ -279,7 +279,8 @@ def test_a_real_server_gives_the_log_probabilities_of_the_model_that_it_serves(
     _, expected_NK = top_k(exact, rows_N, 20)
     ids_NK = live.ids_BTK.flatten(0, 1)[rows_N]
     full_NV = F.linear(exact.hidden_BTD, exact.head_VD).flatten(0, 1)[rows_N].log_softmax(-1)
-    assert len(rows_N) == 27 + 20 + 17 + 1 + 14  # the first token of a document labels no row
+    # The first token of a document labels no row. The last document has the server's maximum length.
+    assert len(rows_N) == 27 + 20 + 17 + 1 + 14 + 171
     torch.testing.assert_close(
         live.log_probs_BTK.flatten(0, 1)[rows_N], expected_NK, atol=1e-4, rtol=0
     )
