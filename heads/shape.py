@@ -145,6 +145,7 @@ class LlamaShape:
         shared |= {
             "attention_bias": bool(config.attention_bias),
             "qk_norm": config.model_type == "qwen3",
+            "rope_parameters": llama_rope(config.rope_parameters, is_own=True),
         }
         return replace(LlamaShape.from_config(config), **shared)
 
@@ -181,13 +182,16 @@ def read_layer_config(layer_config: Mapping[str, Any]) -> Any:
     return kind(**{key: value for key, value in layer_config.items() if key != "model_type"})
 
 
+PARTIAL = "partial_rotary_factor"
+"""Rotary parameter: the fraction of each attention head that is rotated, from its first element."""
+
 LLAMA_RULES = ("default", "linear", "yarn", "longrope", "llama3")
 """Rotation rules for whole attention heads that engines and transformers share. `dynamic` is not
 among them: only engines read Hunyuan's `alpha`, and without it, `dynamic` equals `default` up to
 `max_position_embeddings`."""
 
 ENGINE_ONLY = (
-    "partial_rotary_factor",
+    PARTIAL,
     "rope_dim",
     "mrope_section",
     "mrope_interleaved",
@@ -198,20 +202,25 @@ ENGINE_ONLY = (
 """
 
 
-def llama_rope(rope_parameters: Mapping[str, Any], theta: float | None = None) -> dict[str, Any]:
-    """RoPE parameters for a head's Llama layer, derived from the target's.
+def llama_rope(
+    rope_parameters: Mapping[str, Any], theta: float | None = None, *, is_own: bool = False
+) -> dict[str, Any]:
+    """RoPE parameters for a head's Llama layer, derived from the target's or (`is_own`) its own.
 
-    If the target has several sets, the one for full attention is used. The keys in ENGINE_ONLY are
-    omitted.
+    If there are several sets, the one for full attention is used. The keys in ENGINE_ONLY are
+    omitted, except that a trained head may rotate a part of each attention head, as in vLLM.
     """
     chosen = rope_parameters.get("full_attention", rope_parameters)
     kind, theta = chosen.get("rope_type", "default"), chosen.get("rope_theta") or theta or 10000.0
+    part = chosen.get(PARTIAL) or 1.0
+    kept = {PARTIAL: part} if is_own and part != 1 else {}
     # Phi-4-mini's longrope lists have one factor per rotated pair, fewer than the head has pairs.
-    is_partial = kind == "longrope" and chosen.get("partial_rotary_factor", 1.0) != 1.0
+    is_partial = kind == "longrope" and part != 1 and not is_own
     if kind not in LLAMA_RULES or is_partial:
-        return {"rope_type": "default", "rope_theta": theta}
+        return {"rope_type": "default", "rope_theta": theta, **kept}
     return {
         "rope_type": kind,
         "rope_theta": theta,
         **{k: v for k, v in chosen.items() if k not in ENGINE_ONLY},
+        **kept,
     }

@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 from redraft.files.folder import tensor_files
 from redraft.files.tensors import read_tensors
 from redraft.heads.doctor.pair import Check, Finding, Pair
-from redraft.heads.shape import llama_rope, read_layer_config
+from redraft.heads.shape import PARTIAL, llama_rope, read_layer_config
 from redraft.heads.target import EMBEDDINGS, HEAD, Target
 
 # Fields of `Target`, keyed by the tensor's name.
@@ -74,14 +74,13 @@ def rope(pair: Pair) -> Iterator[Finding]:
     kept = {
         k: v
         for k, v in pair.layer_config.items()
-        if k.startswith("rope_") or k == "max_position_embeddings"
+        if k.startswith("rope_") or k in ("max_position_embeddings", PARTIAL)
     }
     mine = LlamaConfig(**kept).rope_parameters  # reads rope_theta and rope_scaling as engines do
     # redraft always trains with the target's frequencies. Other trainers may have omitted the
-    # scaling.
-    yield from compare_rope(
-        mine, llama_rope(pair.target_config.rope_parameters), is_doubt="redraft" not in pair.config
-    )
+    # scaling, or rotate only the target's part of each attention head.
+    its = llama_rope(pair.target_config.rope_parameters, is_own=PARTIAL in mine)
+    yield from compare_rope(mine, its, is_doubt="redraft" not in pair.config)
 
 
 def compare_rope(

@@ -1,6 +1,7 @@
 """The building blocks of a Llama layer, for heads made of such layers.
 
-B = batch, T = tokens, D = hidden, H = query heads, G = key heads, E = head size."""
+B = batch, T = tokens, D = hidden, H = query heads, G = key heads, E = head size,
+R = rotated part of E."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from redraft.heads.nn.attention import Memory
 from redraft.heads.nn.precision import autocast_kind
-from redraft.heads.shape import LlamaShape
+from redraft.heads.shape import PARTIAL, LlamaShape
 
 
 class Rotary:
@@ -28,20 +29,23 @@ class Rotary:
 
     @staticmethod
     def from_shape(shape: LlamaShape) -> Rotary:
+        # transformers' Llama always rotates whole heads, so a part is a smaller head here.
+        rope = dict(shape.rope_parameters)
+        rotated = int(shape.head_dim * rope.pop(PARTIAL, 1.0))
         # Llama's class also serves Qwen3 layers, because both rotate in the same way.
         config = LlamaConfig(
             hidden_size=shape.hidden_size,
             num_attention_heads=shape.num_attention_heads,
-            head_dim=shape.head_dim,
+            head_dim=rotated,
             max_position_embeddings=shape.max_position_embeddings,
-            rope_parameters=shape.rope_parameters,
+            rope_parameters=rope,
         )
         return Rotary(LlamaRotaryEmbedding(config))
 
     def __call__(self, position_ids_BT: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute cos and sin, [B, T, E], in the dtype and on the device of `like`.
+        """Compute cos and sin, [B, T, R], in the dtype and on the device of `like`.
 
-        The second half of E repeats the first.
+        The second half of R repeats the first.
         """
         # `like` only gives device and dtype. The angles are computed in float32 and then rounded.
         cos, sin = self._embedding.to(like.device)(like, position_ids_BT)
@@ -49,12 +53,15 @@ class Rotary:
 
 
 def rotate(x_BHTE: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate x by position, with the two halves of E as real and imaginary parts."""
-    cos_B1TE, sin_B1TE = (table[:, None] for table in cos_sin)
-    # Element i is paired with i + E / 2 (vLLM: `is_neox_style`). Pairs of neighbours would load
+    """Rotate x by position, with the two halves of R as real and imaginary parts."""
+    cos_B1TR, sin_B1TR = (table[:, None] for table in cos_sin)
+    if (size := cos_B1TR.shape[-1]) < x_BHTE.shape[-1]:
+        part_BHTR = rotate(x_BHTE[..., :size], cos_sin)
+        return torch.cat([part_BHTR, x_BHTE[..., size:]], dim=-1)
+    # Element i is paired with i + R / 2 (vLLM: `is_neox_style`). Pairs of neighbours would load
     # without an error but be wrong.
     real, imaginary = x_BHTE.chunk(2, dim=-1)
-    return x_BHTE * cos_B1TE + torch.cat([-imaginary, real], dim=-1) * sin_B1TE
+    return x_BHTE * cos_B1TR + torch.cat([-imaginary, real], dim=-1) * sin_B1TR
 
 
 class Projections(nn.Module):

@@ -864,6 +864,22 @@ def test_a_path_that_steers_vllm_to_another_method(tmp_path: Path) -> None:
     assert findings(make_pair(tmp_path / "eagle3-llama", make_eagle3)) == []
 
 
+def test_a_partial_rotation_is_a_doubt_only_if_the_target_has_another(tmp_path: Path) -> None:
+    folders = make_pair(tmp_path, make_eagle3)
+    for folder in folders:
+        edit_rope(folder, 0.5)
+    assert findings(folders) == []
+    edit_rope(folders[1], 0.25)
+    assert re.search(r"partial_rotary_factor is 0\.25.*\b0\.5$", only(findings(folders)).problem)
+
+
+def edit_rope(folder: Path, part: float) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["rope_parameters"]["partial_rotary_factor"] = part
+    path.write_text(json.dumps(config))
+
+
 @pytest.mark.parametrize("layout", ["vllm", "speculators"])
 def test_rope_that_is_not_the_targets(layout: str, tmp_path: Path) -> None:
     folders = make_pair(tmp_path, make_eagle3, {"rope_parameters": LLAMA3_ROPE}, layout=layout)

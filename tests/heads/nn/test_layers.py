@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from make_families import SIZES, VARIANTS, make_variant
 from make_heads import make_target
 from torch import Tensor
+from transformers import LlamaConfig
 
 from redraft.files.folder import read_config
-from redraft.heads.nn.layers import RMSNorm, Rotary
+from redraft.heads.nn.layers import RMSNorm, Rotary, rotate
 from redraft.heads.options import Eagle3
 from redraft.heads.shape import LlamaShape, llama_rope
 
@@ -161,9 +162,25 @@ ROPES = {
     "dynamic, of a shorter training": {**DYNAMIC, "factor": 2.0, "max_trained_positions": 1024},
 }
 
+PART = {"partial_rotary_factor": 0.5}
+OWN_ROPES = {
+    name: {**ROPES[name], **PART}
+    for name in ("default", "linear", "llama3", "yarn", "yarn, gpt-oss")
+} | {
+    "longrope, Phi-4-mini": {
+        **ROPES["longrope, Phi-3"],
+        **PART,
+        **{key: LONG[key][:8] for key in ("short_factor", "long_factor")},
+    }
+}
+"""Of a head by another trainer that rotates half of each attention head."""
 
-@pytest.mark.parametrize("name", ROPES)
-def test_vllm_rotates_a_head_as_training_does(name: str) -> None:
+
+@pytest.mark.parametrize(
+    ("name", "is_own"),
+    [*((name, False) for name in ROPES), *((name, True) for name in OWN_ROPES)],
+)
+def test_vllm_rotates_a_head_as_training_does(name: str, is_own: bool) -> None:
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.rotary_embedding import get_rope
 
@@ -173,7 +190,7 @@ def test_vllm_rotates_a_head_as_training_does(name: str) -> None:
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
     }
-    rope = llama_rope(ROPES[name])
+    rope = llama_rope(OWN_ROPES[name], is_own=True) if is_own else llama_rope(ROPES[name])
     shape = LlamaShape(
         **sizes,
         head_dim=32,
@@ -191,6 +208,29 @@ def test_vllm_rotates_a_head_as_training_does(name: str) -> None:
         )
     table = getattr(rotary, "long_short_cos_sin_cache", None)
     table = rotary._compute_cos_sin_cache() if table is None else table
+    half = 8 if is_own else 16
     torch.testing.assert_close(
-        torch.cat([cos_BTE[0, :, :16], sin_BTE[0, :, :16]], dim=-1), table[:512]
+        torch.cat([cos_BTE[0, :, :half], sin_BTE[0, :, :half]], dim=-1), table[:512]
     )
+
+
+@pytest.mark.parametrize("is_nested", [True, False])
+def test_a_head_by_another_trainer_rotates_what_vllm_rotates(is_nested: bool) -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    rope = {"partial_rotary_factor": 0.25, "rope_theta": 1e4}
+    nested = {"rope_parameters": {"rope_type": "default", **rope}}
+    own = {"head_dim": 32, "num_attention_heads": 4, **(nested if is_nested else rope)}
+    shape = LlamaShape.from_head_config(own, make_target().config)
+    assert LlamaShape.from_head_config(shape.hf_config(), make_target().config) == shape
+    x_BHTE, positions_T = torch.randn(1, 4, 9, 32), torch.arange(9)
+    ours_BHTE = rotate(x_BHTE, Rotary.from_shape(shape)(positions_T[None], x_BHTE))
+    parameters = LlamaConfig(**own).rope_parameters
+    with set_current_vllm_config(VllmConfig()):
+        served = get_rope(32, 512, rope_parameters=parameters, dtype=torch.float32)
+    x_TD = x_BHTE[0].transpose(0, 1).flatten(1)
+    theirs_TD, _ = served.forward_native(positions_T, x_TD.clone(), x_TD.clone())
+    torch.testing.assert_close(ours_BHTE[0].transpose(0, 1).flatten(1), theirs_TD)
+    assert torch.equal(ours_BHTE[..., 8:], x_BHTE[..., 8:])
+    assert not torch.equal(ours_BHTE[..., 1:, :8], x_BHTE[..., 1:, :8])
