@@ -39,6 +39,7 @@ from redraft.heads.catalog import find_family
 from redraft.heads.families.retrieval import LIVE
 from redraft.online.daemon.config import LearnerConfig, load_config
 from redraft.online.engine.config import check_pace
+from redraft.online.fleet.registry import Registry
 from redraft.online.page.config import Page
 from redraft.online.page.headline import shorten_version
 from redraft.online.tokens import write_token
@@ -293,7 +294,10 @@ def require_memory(target: Path) -> None:
 
 
 def prepare(plan: Plan) -> bool:
-    """Create the files that are missing in the folder. Return whether there is a draft to train."""
+    """Create the files that are missing in the folder. Return whether there is a draft to train.
+
+    Then the registry has a version.
+    """
     folder = plan.folder
     if not (folder / TOKEN).exists():
         write_token(folder / TOKEN)
@@ -308,20 +312,40 @@ def prepare(plan: Plan) -> bool:
     if plan.has_begun:
         return True
     fetch_model(plan.cfg.target)
-    draft = plan.draft or make_new_head(
-        plan.target,
-        folder / "draft",
-        plan.cfg.num_speculative_tokens,
-        is_required=plan.cfg.draft == HEAD,
-    )
-    if draft.is_lookup or draft.family.is_in_target or not draft.family.learns_online:
-        print(f"no learner is started, because {draft} cannot be trained", flush=True)
-        return False
-    port = plan.page_port
-    while is_taken(port):
-        port += 1
-    write_whole(folder / SETTINGS, render_settings(plan, draft, port))
+    # A separate process, so that this one does not import torch.
+    with ProcessPoolExecutor(1, get_context("spawn")) as apart:
+        draft = (
+            plan.draft
+            or apart.submit(
+                make_new_head,
+                plan.target,
+                folder / "draft",
+                plan.cfg.num_speculative_tokens,
+                is_required=plan.cfg.draft == HEAD,
+            ).result()
+        )
+        if draft.is_lookup or draft.family.is_in_target or not draft.family.learns_online:
+            print(f"no learner is started, because {draft} cannot be trained", flush=True)
+            return False
+        port = plan.page_port
+        while is_taken(port):
+            port += 1
+        write_whole(folder / SETTINGS, render_settings(plan, draft, port))
+        apart.submit(publish_first, folder / SETTINGS).result()
     return True
+
+
+def publish_first(settings: Path) -> None:
+    """Publish the first version, so that the server can start beside the learner.
+
+    Raises the same errors as `provide_first_version`.
+    """
+    from redraft.online.daemon.opening import provide_first_version
+
+    cfg = load_config(settings)
+    registry = Registry(cfg.registry)
+    with registry.owned():
+        provide_first_version(cfg, registry, TargetFolder.open(cfg.target))
 
 
 SHORT_ROLLOUT = """[rollout]
@@ -379,9 +403,7 @@ def make_new_head(
     """
     if not folder.exists():
         try:
-            # Use a separate process, so that this one does not import torch.
-            with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-                pool.submit(write_new_head, target, folder, num_tokens).result()
+            write_new_head(target, folder, num_tokens)
         except (ValueError, OSError) as error:
             if is_required:
                 raise ValueError(f"--draft {HEAD}: no head can be created: {error}") from error
@@ -573,6 +595,7 @@ def run(plan: Plan, *, learns: bool) -> None:
                 else "the learner's page is switched off ([page] port = 0)"
             )
             learner.start()
+        server.start()
         watch(plan, screen, server, learner, learns=learns)
     finally:
         if server.process is not None:
@@ -594,14 +617,8 @@ def watch(plan: Plan, screen: Screen, server: Part, learner: Part | None, *, lea
     learned, restarts, meter = Learned(), Restarts(), Meter(plan.url)
     while True:
         now_s = time.monotonic()
-        # A new learner publishes the first version.
-        if server.process is None and (
-            learner is None or (plan.folder / "registry" / "current").is_dir()
-        ):
-            server.start()
-        needed = learner if learner and server.process is None else server
-        if needed.has_ended:
-            raise ChildProcessError(f"the {needed.name} exited: {needed.why_ended} ({needed.log})")
+        if server.has_ended:
+            raise ChildProcessError(f"the {server.name} exited: {server.why_ended} ({server.log})")
         server.takes_requests = meter.is_ready
         show_lines(screen, server, server.read_lines())
         if learner is not None:

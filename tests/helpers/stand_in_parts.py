@@ -37,16 +37,17 @@ def serve(arguments: list[str]) -> None:
         server.handle_request()
 
 
+def publish_first(settings: Path) -> None:
+    folder, initial = settings.parent, tomllib.loads(settings.read_text())["draft"]["initial"]
+    if "broken" in initial:
+        raise ValueError("the draft does not fit")
+    (folder / "registry/v000001").mkdir(parents=True)
+    (folder / "registry/current").symlink_to("v000001")
+    note(folder, "v000001 is published")
+
+
 def learn(arguments: list[str]) -> None:
-    folder = Path(arguments[arguments.index("--config") + 1]).parent
-    settings = tomllib.loads((folder / "learner.toml").read_text())
-    if "broken" in settings["draft"]["initial"]:
-        print("ValueError: the draft does not fit", flush=True)
-        sys.exit(2)
-    begin(folder, "learner")  # before the version, at which the server starts
-    (folder / "registry/v000001").mkdir(parents=True, exist_ok=True)
-    if not (folder / "registry/current").is_symlink():
-        (folder / "registry/current").symlink_to("v000001")
+    begin(Path(arguments[arguments.index("--config") + 1]).parent, "learner")
     print('{"kind":"state","phase":"training"}', flush=True)
     print('{"kind":"fault","what":"disk_full","detail":"28"}', flush=True)
     while True:
@@ -54,18 +55,19 @@ def learn(arguments: list[str]) -> None:
 
 
 def begin(folder: Path, name: str) -> None:
-    """Write the begin with the process id to `folder/events`, and the end at SIGTERM."""
-
-    def note(event: str) -> None:
-        with (folder / "events").open("a") as file:
-            file.write(f"{name} {event}\n")
+    """Note the begin with the process id, and the end at SIGTERM."""
 
     def end(*_: object) -> None:
-        note("ends")
+        note(folder, f"{name} ends")
         os._exit(0)
 
     signal.signal(signal.SIGTERM, end)
-    note(f"begins {os.getpid()}")
+    note(folder, f"{name} begins {os.getpid()}")
+
+
+def note(folder: Path, event: str) -> None:
+    with (folder / "events").open("a") as file:
+        file.write(f"{event}\n")
 
 
 def up(arguments: list[str]) -> None:
@@ -73,6 +75,7 @@ def up(arguments: list[str]) -> None:
     from redraft.recipes.serve import up as module
 
     module.COMMAND, module.LOOK_S = (sys.executable, __file__), 0.05
+    module.publish_first = publish_first
     sys.argv[1:] = ["up", *arguments]
     run.main()
 

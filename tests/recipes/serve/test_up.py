@@ -50,7 +50,6 @@ from redraft.files.lock import AlreadyOwnedError, own
 from redraft.files.target_folder import TargetFolder
 from redraft.heads.catalog import detect_family
 from redraft.online.daemon.config import load_config
-from redraft.online.daemon.opening import provide_first_version
 from redraft.online.engine.config import CaptureConfig, ServerSample
 from redraft.online.engine.feed import name_owner
 from redraft.online.engine.pace_status import PaceMetrics
@@ -144,6 +143,10 @@ def test_one_command_begins_continues_and_ends_in_order(start, target, tmp_path)
     assert (folder / "token").stat().st_mode & 0o777 == 0o600
     first.until("learner: disk_full 28")
     first.until("\nserver: the draft takes 0.1 GB\n")
+    wait_until(lambda: len(events(folder)) == 3)
+    published, *parts = events(folder)
+    assert published == "v000001 is published"
+    assert {line.partition(" begins")[0] for line in parts} == {"learner", f"server {port}"}
     settings = load_config(folder / "learner.toml")
     assert (str(settings.target), str(settings.draft.initial)) == (target, draft)
     assert settings.draft.family == "standalone"
@@ -180,6 +183,7 @@ def test_a_learner_that_dies_is_started_again_while_the_server_serves_and_others
         port,
     )
     run.until("ready: ")
+    wait_until(lambda: "learner begins" in str(events(folder)))
     begun = [line.split() for line in events(folder) if line.startswith("learner")]
     assert psutil.Process(int(begun[0][-1])).nice() == 19
     (server,) = [line.split() for line in events(folder) if line.startswith("server")]
@@ -233,6 +237,7 @@ def test_serving_outlives_the_reader_of_its_output(target, tmp_path):
     try:
         assert any(b"ready: " in line for line in run.stdout)
         run.stdout.close()
+        wait_until(lambda: "learner begins" in str(events(folder)))
         for count in (2, 3):  # each death is a line
             begun = [line for line in events(folder) if line.startswith("learner begins")]
             os.kill(int(begun[-1].split()[-1]), signal.SIGKILL)
@@ -246,13 +251,13 @@ def test_serving_outlives_the_reader_of_its_output(target, tmp_path):
         run.wait()
 
 
-def test_a_draft_that_the_learner_refuses_ends_it_and_another_may_begin(start, target, tmp_path):
+def test_a_draft_that_the_learner_refuses_ends_it_before_the_server_begins(start, target, tmp_path):
     folder, draft = tmp_path / "all", write_draft(tmp_path / "broken")
     command = (target, "--folder", str(folder), "--", "--port", str(free_port()))
     run = start(*command[:3], "--draft", draft, *command[3:])
     assert run.process.wait(PATIENCE_S) == 2
-    assert "the learner exited: ValueError: the draft does not fit" in run.log.read_text()
-    assert events(folder) == []
+    assert "redraft: the draft does not fit\n" in run.log.read_text()
+    assert events(folder) == [], "neither the learner nor the server has begun"
     up.make_plan(
         UpConfig(
             target=target,
@@ -355,7 +360,10 @@ def test_a_server_that_would_draft_nothing_is_refused(config):
             config(target="x", num_speculative_tokens=count)
 
 
-def test_a_folder_that_was_there_becomes_private_with_everything_in_it(target, tmp_path):
+def test_a_folder_that_was_there_becomes_private_with_everything_in_it(
+    target, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(up, "publish_first", stand_in_parts.publish_first)
     (folder := tmp_path / "all").mkdir()
     (folder / "spool").mkdir()
     folder.chmod(0o755)
@@ -893,10 +901,8 @@ def test_a_new_head_is_one_that_a_learner_begins_with(tiny_target, tmp_path):
         "muon",
         pytest.approx(min(2e-3, 1.15 / width), rel=0.05),
     )
-    registry = Registry(cfg.registry)
-    with registry.owned():
-        provide_first_version(cfg, registry, TargetFolder.open(tiny_target))
-    assert registry.current() == "v000001"
+    up.publish_first(folder / "learner.toml")
+    assert Registry(cfg.registry).current() == "v000001"
 
 
 def test_a_new_head_proposes_the_words_that_answers_of_a_chat_are_full_of(tiny_target, tmp_path):
@@ -911,8 +917,7 @@ def test_a_new_head_proposes_the_words_that_answers_of_a_chat_are_full_of(tiny_t
     assert set(proposed) == {*range(100), 300, *TargetFolder.open(target).end_ids}
 
 
-def test_a_target_of_too_few_layers_has_live_counts(random_target, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(up, "ProcessPoolExecutor", lambda count, context: ThreadPoolExecutor(count))
+def test_a_target_of_too_few_layers_has_live_counts(random_target, tmp_path, capsys):
     assert str(up.make_new_head(random_target, tmp_path / "draft", 3)) == "live"
     assert "a target of 2 layers" in capsys.readouterr().out
     assert not (tmp_path / "draft").exists()
