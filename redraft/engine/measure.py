@@ -9,6 +9,7 @@ import json
 import secrets
 import statistics
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -114,7 +115,8 @@ def measure(
     """Send every prompt after a warm-up. Return outputs, speed and the engine's counts.
 
     No request reuses prefix-cache entries from another call or from the warm-up. Requests within
-    one call share the prefixes that their prompts have in common, as in production.
+    one call share the prefixes that their prompts have in common, as in production, but a repeated
+    prompt is read in full every time.
 
     Without `sampling`, requests set no parameters, so the server uses those in the target's
     generation_config.json. With `ignore_eos`, every answer has `max_tokens` tokens.
@@ -228,7 +230,7 @@ async def complete_all(
         ValueError, ConnectionError: for the same reasons as in `measure`.
     """
     slots = asyncio.Semaphore(concurrency)
-    salt = secrets.token_hex(8)
+    salt, seen = secrets.token_hex(8), Counter[tuple[int, ...]]()
     # There is no timeout, because the prefill of a long prompt can take minutes on a CPU.
     async with httpx.AsyncClient(
         timeout=None, limits=httpx.Limits(max_connections=concurrency), trust_env=False
@@ -236,9 +238,18 @@ async def complete_all(
         with Progress(total=len(prompts), desc=label, unit="prompt") as bar:
 
             async def one(prompt: Prompt) -> Output:
+                key = tuple(prompt.token_ids)
+                # Users rarely repeat a whole prompt, so a repeated one reads no cached prefill.
+                cache_salt, seen[key] = f"{salt}-{seen[key]}", seen[key] + 1
                 async with slots:
                     output = await _complete(
-                        client, server, prompt, max_tokens, sampling, salt, ignore_eos=ignore_eos
+                        client,
+                        server,
+                        prompt,
+                        max_tokens,
+                        sampling,
+                        cache_salt,
+                        ignore_eos=ignore_eos,
                     )
                 bar.update()
                 return output

@@ -156,12 +156,15 @@ def test_no_measurement_reads_what_another_or_the_warm_up_has_left_in_a_prefix_c
     engine = Engine([0.0] * 4)
     with running(engine) as url:
         plan = Plan(rounds=2, prompts={1: 3}, max_tokens=4)
-        run_rounds({PLAIN: make_server(url)}, PROMPTS * 3, plan)
+        some = [*PROMPTS, Prompt(token_ids=[1, 3]), *PROMPTS]
+        run_rounds({PLAIN: make_server(url)}, some, plan)
     warm_ups, others = engine.salts[True], engine.salts[False]
     assert (len(warm_ups), len(others)) == (2, 6)
-    # The three prompts of a round share what their beginnings have in common.
-    assert len({*others[:3]}) == len({*others[3:]}) == 1
-    assert len({*warm_ups, *others}) == 4
+    for first, other, repeated in (others[:3], others[3:]):
+        # Different prompts of a round share what their beginnings have in common. A repeated prompt
+        # would read its whole prefill from the cache.
+        assert first == other != repeated
+    assert len({*warm_ups, *others}) == 6
 
 
 def test_a_server_that_never_keeps_its_speed_is_reported_with_two() -> None:
