@@ -51,9 +51,9 @@ class DraftReport:
     by_tokens: Mapping[int, Sequence[Prediction]]
     """Predictions for 0, 1, 2, ... tokens, by number of concurrent requests."""
     best: Mapping[int, int]
-    """The fastest number of tokens, by number of concurrent requests."""
+    """The number of tokens to serve, by number of concurrent requests."""
     predicted: Mapping[int, float]
-    """Predicted speed-up with the best number of tokens, by number of concurrent requests."""
+    """Predicted speed-up with this number of tokens, by number of concurrent requests."""
     advice: str
     """The best number of tokens at each batch size, as text."""
     serve: str

@@ -17,6 +17,7 @@ from redraft.eval.serving.cost import (
     Prediction,
     StepCosts,
     advise,
+    has_fixed_tokens,
     has_one_acceptance,
     predict_adaptive,
 )
@@ -66,6 +67,11 @@ class Candidate:
         return self.is_lookup or is_mixed(self.config) or adaptive.KEY in self.config
 
     @property
+    def has_one_number(self) -> bool:
+        """Whether a server uses the same number of draft tokens at every load."""
+        return self.chooses_length or has_fixed_tokens(self.config)
+
+    @property
     def has_one_acceptance(self) -> bool:
         """Whether acceptance at a position is independent of load and later tokens."""
         return not self.chooses_length and has_one_acceptance(self.config)
@@ -92,13 +98,16 @@ class Choice:
 
     @property
     def best(self) -> dict[int, Prediction]:
-        """Return the fastest number of tokens, by requests in flight.
+        """Return the number of tokens to serve, by requests in flight.
 
-        For a draft that chooses its own length, this is the measured number.
+        It is the fastest one, or the only one that the server uses at every load.
         """
-        chooses_length = self.candidate.chooses_length
+        served = self.speculative_config["num_speculative_tokens"]
         return {
-            load: rows[-1] if chooses_length else max(rows, key=lambda row: row.tokens_per_s)
+            # A given acceptance may be that of fewer tokens.
+            load: next((row for row in rows if row.num_speculative_tokens == served), rows[-1])
+            if self.candidate.has_one_number
+            else max(rows, key=lambda row: row.tokens_per_s)
             for load, rows in self.by_tokens.items()
         }
 
@@ -152,7 +161,10 @@ def predict(candidate: Candidate, results: Results, loads: Sequence[int]) -> Cho
     )
     if not candidate.chooses_length:
         advice = by_load[loads[0]]
-        config, words = advice.speculative_config(candidate.config) or config, advice.sentence
+        served, words = advice.speculative_config(candidate.config), advice.sentence
+        config = served or config
+        if served and candidate.has_one_number:
+            words = f"k = {served['num_speculative_tokens']} at every load: vLLM cannot change it"
     # 4. Compute the speed of whole answers, including the prefills.
     by_tokens: dict[int, list[Prediction]] = {}
     predictions: dict[int, AdaptivePrediction] = {}

@@ -12,7 +12,11 @@ from redraft.engine import adaptive
 from redraft.engine.counts import AcceptanceCounts
 from redraft.engine.measure import Measurement, Output, find_full_load
 from redraft.engine.prompts import Prompt
-from redraft.eval.serving.bench_report import describe_adaptive, describe_draft
+from redraft.eval.serving.bench_report import (
+    choose_served,
+    describe_adaptive,
+    describe_draft,
+)
 from redraft.eval.serving.cost import AdaptivePoint, StepCosts, predict_adaptive
 from redraft.eval.serving.prediction import Candidate, choose, predict
 from redraft.eval.serving.rounds import PLAIN
@@ -221,8 +225,31 @@ def test_the_acceptance_of_a_block_says_nothing_of_shorter_blocks() -> None:
     )
     assert {row.num_speculative_tokens for row in block.by_tokens[1]} == {0, 3}
     assert block.speedups[1] == pytest.approx(1.96 * 10 / 16), "as measured"
-    assert (block.best[8].num_speculative_tokens, block.speedups[8]) == (0, 1.0)
     assert block.speculative_config["num_speculative_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    ("method", "numbers", "served", "speeds", "is_advised"),
+    [
+        # A block is measured with 3 tokens only.
+        ("dflash", {0, 3}, 3, (1.96 * 10 / 16, 1.96 * 12 / 36), False),
+        # Of the numbers for Medusa, 1 is the best on average: 2 is faster at one request only.
+        ("medusa", {0, 1, 2, 3}, 1, (1.6 * 10 / 12, 1.6 * 12 / 20), True),
+    ],
+)
+def test_a_draft_whose_number_vllm_cannot_change_is_predicted_with_it_at_every_load(
+    method: str, numbers: set[int], served: int, speeds: tuple[float, float], is_advised: bool
+) -> None:
+    draft = Candidate(method, "a draft", {"method": method, "model": "x"}, 3, 10_000_000)
+    choice = predict(draft, make_rounds(method, {1: 16.0, 8: 36.0}, (60, 30, 6)), LOADS)
+    assert {row.num_speculative_tokens for row in choice.by_tokens[1]} == numbers
+    assert "num_speculative_tokens_per_batch_size" not in choice.speculative_config
+    assert choice.speculative_config["num_speculative_tokens"] == served
+    assert [choice.best[load].num_speculative_tokens for load in LOADS] == [served] * 2
+    assert list(choice.speedups.values()) == pytest.approx(speeds)
+    assert choice.advice == f"k = {served} at every load: vLLM cannot change it"
+    # At eight requests, the block is expected to lose a third of the speed.
+    assert choose_served([choice]) == (method if is_advised else None)
 
 
 def test_acceptance_that_is_given_replaces_the_counted_one() -> None:
