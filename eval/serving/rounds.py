@@ -288,7 +288,7 @@ class Compared:
     """95% interval over rounds. None if there are fewer than 6 rounds."""
     ratios: list[float]
     ideal: float
-    """Speed-up if every draft token were accepted and steps took the same time."""
+    """Speed-up if every proposed draft token were accepted and steps took the same time."""
     tokens_per_s: float
     ttft_ms: float | None
     """Mean time to first token."""
@@ -313,18 +313,19 @@ def compare(results: Results, name: str, concurrency: int) -> Compared:
     rate = float(np.median([run.tokens_per_s for run in ours]))
     outputs = [len(output.token_ids) for run in ours for output in run.outputs]
     waits_s = [run.ttft_s for run in ours if run.ttft_s is not None]
+    rows_per_token = (1 + counts.num_draft_tokens / max(1, counts.num_drafts)) / counts.tau
     return Compared(
         ratio=ratio,
         # With fewer rounds, the interval is infinite, which JSON cannot express.
         interval=interval if len(ratios) >= 6 else None,
         ratios=ratios,
-        ideal=ratio * (1 + len(counts.accepted_per_position)) / counts.tau,
+        ideal=ratio * rows_per_token,  # then, a step would emit a token for each verified row
         tokens_per_s=rate,
         ttft_ms=1000 * float(np.mean(waits_s)) if waits_s else None,
         tau=counts.tau,
         acceptance_per_position=counts.acceptance_per_position,
         accepted_per_s=rate * (1 - 1 / counts.tau),
-        rows_per_token=(1 + counts.num_draft_tokens / max(1, counts.num_drafts)) / counts.tau,
+        rows_per_token=rows_per_token,
         step_ms=1000 * concurrency * counts.tau / rate,
         tokens_per_request=float(np.mean(outputs)),
     )

@@ -53,7 +53,10 @@ MIX = Candidate(
 def make_run(speed: float, accepted: int, *prompts: int) -> Measurement:
     """Answers of 41 tokens, each with 20 draft tokens accepted in 20 steps if `accepted`."""
     counts = AcceptanceCounts(
-        num_drafts=20, num_accepted=accepted, accepted_per_position=(accepted, 0)
+        num_drafts=20,
+        num_accepted=accepted,
+        num_draft_tokens=40,
+        accepted_per_position=(accepted, 0),
     )
     return Measurement(
         prompts=[Prompt(token_ids=[prompt]) for prompt in prompts],
@@ -203,6 +206,18 @@ def test_the_report_names_the_draft_that_pays_as_measured_on_other_prompts(tmp_p
     assert "5 of 6 outputs equal" in tied
     wrong = read_page(tmp_path, replace(report, lossless=make_lossless(replace(TIE, is_tie=False))))
     assert "1 of 6 outputs differ" in wrong
+
+
+def test_with_all_drafted_tokens_accepted_a_step_without_drafts_still_gives_one_token() -> None:
+    """At eight requests, the server switches the head off."""
+    results = make_results({"eagle3-8k": (1.3, 0.9)})
+    off = Output(token_ids=[7] * 41, counts=AcceptanceCounts.zero(2))
+    results["eagle3-8k", 8] = [
+        replace(run, outputs=[off] * len(run.outputs)) for run in results["eagle3-8k", 8]
+    ]
+    one, eight = by_load(results, "eagle3-8k", LOADS).values()
+    assert (one.rows_per_token, one.ideal) == pytest.approx((3 / 2, 1.3 * 3 / 2))
+    assert (eight.rows_per_token, eight.ideal) == pytest.approx((1, 0.9))
 
 
 def test_each_row_of_a_table_has_a_cell_for_each_column(tmp_path: Path) -> None:
