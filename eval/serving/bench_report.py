@@ -185,11 +185,15 @@ def choose_served(best: Sequence[Choice]) -> str | None:
 
 
 def find_served(report: BenchReport) -> DraftReport | None:
-    """Return the draft to serve if its interval at the smallest load is above 1."""
+    """Return the draft to serve, unless the last rounds contradict its predicted speeds.
+
+    Its interval at the smallest load must be above 1, and no other interval below `FREE`.
+    """
     for draft in report.drafts:
         if draft.name == report.served and draft.confirmed:
-            interval = draft.confirmed[report.settings.loads[0]].interval
-            return draft if interval and interval[0] > 1 else None
+            smallest, *others = (draft.confirmed[load].interval for load in report.settings.loads)
+            is_slow = any(interval and interval[1] < FREE for interval in others)
+            return draft if smallest and smallest[0] > 1 and not is_slow else None
     return None
 
 
@@ -264,7 +268,10 @@ def compose_answer(report: BenchReport) -> Iterator[str]:
         yield "no draft makes this target faster here: serve it without"
     else:
         title = next(draft.title for draft in report.drafts if draft.name == report.served)
-        yield f"{title}: not proven faster, because the interval contains 1: serve without a draft"
+        loads = report.settings.loads
+        where = f"at {count_requests(loads[0])}"
+        where += ", or slower at a larger load" if len(loads) > 1 else ""
+        yield f"{title}: not proven faster {where}: serve without a draft"
     if found := report.lossless:
         equal = found.num_prompts - len(found.differences)
         yield f"{equal} of {found.num_prompts} outputs equal the target's own, token for token" + (

@@ -262,6 +262,15 @@ def test_no_draft_is_served_that_is_not_proven_faster(tmp_path: Path) -> None:
     assert any(line.startswith("n-grams: not proven faster") for line in compose_answer(report))
     page = read_page(tmp_path, report)
     assert "none is proven to make this model faster" in page
+    # Expected to gain at eight requests, it loses a fifth there.
+    costly = make_report(PAYS, {"ngram": (1.3, 0.8)})
+    shown = "\n".join(compose_answer(costly))
+    assert "n-grams: not proven faster at 1 request, or slower at a larger load: serve" in shown
+    assert "vllm serve" not in shown
+    assert "without slowing it at a larger load" in read_page(tmp_path, costly)
+    # Rounds differ by more than this loss.
+    free = make_report(PAYS, {"ngram": (1.3, 0.96)})
+    assert any(line.startswith("serve n-grams") for line in compose_answer(free))
     slow = make_report({"ngram": (0.9, 0.8)}, {"ngram": (0.9, 0.8)}, lossless=None)
     assert slow.served is None
     assert any("serve it without" in line for line in compose_answer(slow))
