@@ -129,8 +129,9 @@ def describe_baseline(
     `log` is the plain server's log, and `target` is the folder of its model. Call this after the
     servers have ended, because it measures the memory bandwidth.
     """
-    smallest = loads[min(loads)]
-    step_s = statistics.median(run.step_s or 1 / run.tokens_per_s for run in smallest)
+    load, smallest = min(loads), loads[min(loads)]
+    # A step without a draft gives one token to each request.
+    step_s = statistics.median(run.step_s or load / run.tokens_per_s for run in smallest)
     num_bytes = read_weight_bytes(target, log)
     named = NOT_DEFAULT.findall(log.read_text(errors="replace")) if log.is_file() else []
     return Baseline(

@@ -300,6 +300,10 @@ def test_the_baseline_is_its_share_of_the_time_to_read_the_weights(
     unknown = describe_baseline(plain_runs(groups), "compiled", modes, log=log, target=target)
     assert (unknown.limit_share, unknown.not_default) == (None, None)
     assert unknown.step_ms == pytest.approx(20.0)
+    # Answers too short to time their steps: eight requests at 400 tokens/s in all.
+    short = [replace(make_run(0.020), step_s=None, full_tokens=400, full_s=1.0)]
+    eight = describe_baseline({8: short}, "compiled", modes, log=log, target=target)
+    assert (eight.step_ms, eight.tokens_s) == pytest.approx((20.0, 400.0))
     json.dumps([vars(found), vars(unknown)])
 
 
