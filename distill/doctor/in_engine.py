@@ -300,7 +300,9 @@ def _judge_without_forecast(
     made = pair.provenance
     measured = [entry["held_out_tau"] for entry in made.metrics if "held_out_tau" in entry]
     same_tokens = made.config.prove.num_speculative_tokens == plan.run.num_speculative_tokens
-    if measured and plan.are_held_out and same_tokens:
+    if counts.num_drafts < MIN_DRAFTS:
+        yield f"{counts.num_drafts} drafts are too few to evaluate acceptance: set --prompts"
+    elif measured and plan.are_held_out and same_tokens:
         why = (
             "these are not the prompts of the published forecast"
             if plan.stored
@@ -308,8 +310,6 @@ def _judge_without_forecast(
         )
         yield f"{why}: acceptance must reach 75% of what training measured on held-out text"
         yield from find_lost_acceptance(counts, measured[-1])
-    elif counts.num_drafts < MIN_DRAFTS:
-        yield f"{counts.num_drafts} drafts are too few to evaluate acceptance: set --prompts"
     else:
         yield (
             "there is no reference for the acceptance: only a useless draft, or weights in the "

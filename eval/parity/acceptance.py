@@ -29,7 +29,7 @@ NUM_SIGMAS = 3.0  # Number of standard errors allowed for chance.
 # A draft with a lower tau is useless: it costs a pass in every step and saves at most one step in
 # ten.
 MIN_TAU = 1.1
-MIN_DRAFTS = 100  # number of drafts needed to report a draft as useless or as too good
+MIN_DRAFTS = 100  # number of drafts needed to evaluate the acceptance by itself or against training
 TOO_GOOD = 0.97  # share of accepted tokens that no trained draft reaches on unseen text
 
 
@@ -78,8 +78,11 @@ def find_lost_acceptance(counts: AcceptanceCounts, trained_tau: float) -> Iterat
     """Yield a finding if serving accepts clearly less than training measured on held-out text.
 
     Use this for a draft without a forecast. Greedy answers are more predictable than held-out text.
+    Few drafts show no spread if all of them accept nothing, so they are no evidence.
     """
     served, expected = counts.tau - 1, trained_tau - 1
+    if counts.num_drafts < MIN_DRAFTS:
+        return
     if served + NUM_SIGMAS * _standard_error(counts) < MIN_SHARE * expected:
         yield Finding(
             f"training measured tau {trained_tau:.2f}, but serving measures {counts.tau:.2f} "

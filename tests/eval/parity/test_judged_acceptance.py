@@ -137,6 +137,9 @@ def test_a_finding_needs_enough_drafts() -> None:
     # 0.15 at 400
     assert not list(find_lost_acceptance(make_counts(0, 0, 2, 2), trained_tau=3.0))
     assert list(find_lost_acceptance(make_counts(*[0, 0, 2, 2] * 100), trained_tau=3.0))
+    # At an acceptance of 0.4, none of 8 drafts has an accepted token in 2% of the cases.
+    assert not list(find_lost_acceptance(make_counts(*[0] * 8), trained_tau=1.6))
+    assert list(find_lost_acceptance(make_counts(*[0] * 100), trained_tau=1.6))
 
 
 def test_a_draft_that_accepts_nothing_or_everything_is_found_without_a_reference() -> None:
