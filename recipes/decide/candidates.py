@@ -180,9 +180,12 @@ def _give(candidate: Candidate, found: Acceptance, report: Path) -> Candidate:
             f"--draft-sample-method {method}"
         )
     # An acceptance curve measured with a different number of tokens per step does not apply.
-    is_alike = len(found.per_position) == candidate.num_speculative_tokens
+    most = candidate.num_speculative_tokens
+    is_alike = len(found.per_position) == most
     return replace(
-        candidate, given=found.per_position, curve=found.curve if is_alike else candidate.curve
+        candidate,
+        given=found.per_position[:most],
+        curve=found.curve if is_alike else candidate.curve,
     )
 
 

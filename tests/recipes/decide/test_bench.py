@@ -490,6 +490,9 @@ def test_acceptance_that_is_given_is_that_of_a_draft_of_this_name(tmp_path: Path
     assert give(two, "a", "c") == {"ngram": None, "a": [0.6, 0.4], "c": None}
     trained = {"draft": "runs/draft", "offline": {"forecast_per_position": [0.7]}}
     assert give(trained, "c") == {"ngram": None, "c": [0.7]}, "the only one"
+    # The benchmark measures steps with up to 3 draft tokens.
+    more = {"results": [row("a", 0.6, 0.5, 0.4, 0.3, 0.2)]}
+    assert give(more, "a")["a"] == [0.6, 0.5, 0.4]
     with pytest.raises(ValueError, match=r"report\.json is about a, b,.*a=FOLDER"):
         give(two, "c")
     with pytest.raises(ValueError, match=r"about runs/draft"):
