@@ -59,6 +59,19 @@ def read_acceptance(path: Path, draft: str, served: Sampling) -> Acceptance:
     return chosen
 
 
+def require_target(path: Path, fingerprint: str) -> None:
+    """Raise ValueError if a report names a target with a different fingerprint.
+
+    The report of a training run does not contain a fingerprint.
+    """
+    target = read_as(path, dict[str, Any], REPORTS).get("target")
+    if isinstance(target, dict) and target.get("fingerprint", fingerprint) != fingerprint:
+        raise ValueError(
+            f"{path} was measured with a different target, {target.get('name')}: measure the draft "
+            "with this target (`redraft eval`)"
+        )
+
+
 def list_drafts(path: Path) -> list[str]:
     """The drafts whose acceptance a report contains.
 

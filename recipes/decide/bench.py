@@ -31,6 +31,7 @@ from redraft.engine.sampling import (
 from redraft.engine.server import Mode, VllmServer, vllm_keys
 from redraft.engine.target_dtype import open_target
 from redraft.eval.forecast.draft_source import NGRAM, DraftSource
+from redraft.eval.serving.acceptance_source import require_target
 from redraft.eval.serving.baseline import (
     MODE_ROUNDS,
     choose_mode,
@@ -192,7 +193,8 @@ def read_finished(
     """The drafts given by --draft, with the acceptance from --acceptance.
 
     Raises:
-        ValueError: this acceptance was measured without the target's penalties.
+        ValueError: this acceptance was measured without the target's penalties, or with a different
+            target.
     """
     finished = list(finished_drafts(cfg))
     if cfg.acceptance is None:
@@ -203,6 +205,7 @@ def read_finished(
             "generation_config.json: remove --acceptance, "
             "or benchmark requests without penalties with --temperature"
         )
+    require_target(cfg.acceptance, target.fingerprint)
     finished = give_acceptance(finished, cfg.acceptance, sampling)
     return [drop_curve(candidate, cfg, target.name) for candidate in finished]
 

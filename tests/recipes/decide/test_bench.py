@@ -502,6 +502,23 @@ def test_acceptance_that_is_given_is_that_of_a_draft_of_this_name(tmp_path: Path
         give(sampled, "a")
 
 
+def test_the_acceptance_with_another_target_is_refused(tiny_target: Path, tmp_path: Path) -> None:
+    target, path = TargetFolder.open(tiny_target), tmp_path / "report.json"
+    cfg = BenchConfig(target=str(tiny_target), acceptance=path)
+
+    def read(fingerprint: str) -> None:
+        about = {"name": "a target", "fingerprint": fingerprint}
+        path.write_text(json.dumps({"target": about, "results": []}))
+        bench.read_finished(cfg, target, GREEDY, has_penalties=False)
+
+    with pytest.raises(
+        ValueError, match=r"report\.json .*different target, a target: .*redraft eval"
+    ):
+        read("0123")
+    with pytest.raises(ValueError, match="no acceptance by position"):
+        read(target.fingerprint)
+
+
 def test_what_to_append_to_vllm_serve_has_the_variables_of_a_mix() -> None:
     config = mix(
         Ngram().speculative_config, {"method": "eagle3", "model": "m"}, HeadLimits(tokens=2)
