@@ -37,7 +37,9 @@ class DraftReport:
     parameters: int | None
     """Number of parameters in the draft's files. None if it has no files."""
     tau_forecast: float | None
-    """Tau that the training run forecast for the prompts of the first rounds."""
+    """Tau that the training run forecast for the first rounds. None if they serve the draft
+    differently.
+    """
     is_lookup: bool
     chooses_length: bool
     """Whether the draft chooses the number of tokens in every step."""

@@ -38,7 +38,10 @@ class Candidate:
     parameters: int | None = None
     """Number of parameters in the draft's files. None if it has no files."""
     tau_forecast: float | None = None
-    """Tau that the training run forecast for the prompts of the first rounds."""
+    """Tau that the training run forecast for the prompts of the first rounds. None if these rounds
+    serve the draft differently: with sampling, with a lookup before the head, or with adaptive
+    verification.
+    """
     given: Sequence[float] | None = None
     """Given acceptance by position, which replaces the measured acceptance."""
     curve: Sequence[AdaptivePoint] = ()

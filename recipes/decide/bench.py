@@ -247,7 +247,8 @@ def verify_adaptively(candidate: Candidate) -> Candidate:
     if candidate.chooses_length:
         return candidate
     config = {**candidate.config, adaptive.KEY: True}
-    return replace(candidate, config=config, given=None, curve=())
+    # The training run forecast the verification of all tokens.
+    return replace(candidate, config=config, tau_forecast=None, given=None, curve=())
 
 
 def require_answers(cfg: BenchConfig) -> None:

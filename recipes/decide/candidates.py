@@ -12,7 +12,7 @@ from pathlib import Path
 
 from redraft.engine.hardware import this_machine
 from redraft.engine.process import exiting_on_sigterm
-from redraft.engine.sampling import Sampling
+from redraft.engine.sampling import Sampling, choose_sampling
 from redraft.engine.server import forget_requests, require_servable
 from redraft.eval.forecast.draft_source import NGRAM, DraftSource, Lookups
 from redraft.eval.serving.acceptance_source import Acceptance, list_drafts, read_acceptance
@@ -92,6 +92,7 @@ def make_trained(making: Making, names: Sequence[str]) -> Iterator[Candidate]:
 
     A head that is listed with and without a lookup is trained only once.
     """
+    sampling = choose_sampling(making.target.folder, temperature=making.cfg.temperature)
     for name in names:
         draft = parse_trained(name)
         run = making.cfg.output / draft.source
@@ -105,7 +106,10 @@ def make_trained(making: Making, names: Sequence[str]) -> Iterator[Candidate]:
         )
         offline = json.loads((run / "report.json").read_text())["offline"]
         size = count_parameters(run / "draft")
-        yield Candidate(name, title(name), config, most, size, offline["tau_forecast"])
+        # A training run forecasts greedy requests, with the head alone.
+        is_forecast = draft.lookup is None and sampling.temperature == 0
+        tau = offline["tau_forecast"] if is_forecast else None
+        yield Candidate(name, title(name), config, most, size, tau)
 
 
 def finished_drafts(cfg: BenchConfig) -> Iterator[Candidate]:

@@ -48,6 +48,7 @@ from redraft.recipes.decide.candidates import (
     finished_drafts,
     give_acceptance,
     make_lookups,
+    make_trained,
     name_drafts,
     run_once,
     spread,
@@ -138,6 +139,24 @@ def test_a_finished_draft_is_kept_and_one_of_other_flags_or_another_target_refus
     (target / "config.json").write_text(json.dumps({**read_config(target), "rope_theta": 1.0}))
     with pytest.raises(ValueError, match=r"/target.*--overwrite"):
         run("x.py", "--a")
+
+
+@pytest.mark.parametrize(("temperature", "taus"), [(0.0, [1.5, None]), (0.7, [None, None])])
+def test_a_forecast_is_shown_only_beside_rounds_of_greedy_requests_to_the_head_alone(
+    temperature: float,
+    taus: list[float | None],
+    tiny_target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(candidates, "run_once", lambda *_: None)
+    shutil.copytree("tests/assets/tiny-eagle3", tmp_path / "eagle3-8k" / "draft")
+    report = {"offline": {"tau_forecast": 1.5}}
+    (tmp_path / "eagle3-8k" / "report.json").write_text(json.dumps(report))
+    making = make_making(tmp_path, tiny_target, temperature=temperature)
+    made = list(make_trained(making, ("eagle3-8k", "ngram+eagle3-8k:2")))
+    assert [candidate.tau_forecast for candidate in made] == taus
+    assert bench.verify_adaptively(made[0]).tau_forecast is None
 
 
 def test_a_draft_made_of_answers_or_prompts_that_have_changed_is_refused_or_made_again(
