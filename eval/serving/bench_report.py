@@ -88,6 +88,8 @@ class Settings:
     """Numbers of concurrent requests, ascending."""
     rounds: int
     """Number of confirmation rounds."""
+    num_prompts: int
+    """Number of different prompts in these rounds."""
     max_tokens: int
     sampling: Sampling
     penalties: Mapping[str, float]
@@ -278,6 +280,12 @@ def compose_answer(report: BenchReport) -> Iterator[str]:
         equal = found.num_prompts - len(found.differences)
         yield f"{equal} of {found.num_prompts} outputs equal the target's own, token for token" + (
             "" if found.lossless else ": the others differ by more than rounding"
+        )
+    settings = report.settings
+    if settings.num_prompts < 2 * settings.loads[0] * settings.rounds:
+        yield (
+            f"warning: the last rounds repeat {settings.num_prompts} prompts, so the intervals do not "
+            "show how much other prompts would differ: give more --prompts"
         )
     baseline = report.baseline
     share, threads = baseline.limit_share, baseline.threads

@@ -161,7 +161,11 @@ def main(cfg: BenchConfig) -> None:
         if served and sampling.temperature == 0 and not penalties
         else None,
         settings=describe_settings(
-            cfg, sampling, penalties, next(iter(confirmed.values()))[PLAIN, cfg.loads[0]][0].dtype
+            cfg,
+            sampling,
+            penalties,
+            next(iter(confirmed.values()))[PLAIN, cfg.loads[0]][0].dtype,
+            len(rest),
         ),
         environment=environment(),
         duration_s=round(time.perf_counter() - started, 1),
@@ -172,12 +176,21 @@ def main(cfg: BenchConfig) -> None:
 
 
 def describe_settings(
-    cfg: BenchConfig, sampling: Sampling, penalties: Mapping[str, float], dtype: str
+    cfg: BenchConfig,
+    sampling: Sampling,
+    penalties: Mapping[str, float],
+    dtype: str,
+    num_prompts: int,
 ) -> Settings:
-    """Return the report's settings. `dtype` is the dtype in which the servers computed."""
+    """Return the report's settings.
+
+    `dtype` is the dtype in which the servers computed, and `num_prompts` the number of different
+    prompts in the last rounds.
+    """
     return Settings(
         loads=cfg.loads,
         rounds=cfg.rounds,
+        num_prompts=num_prompts,
         max_tokens=cfg.max_tokens,
         sampling=sampling,
         penalties=penalties,

@@ -130,6 +130,7 @@ def make_report(first: Speeds, last: Speeds, **changes: Any) -> BenchReport:
         "settings": Settings(
             loads=LOADS,
             rounds=6,
+            num_prompts=96,
             max_tokens=64,
             sampling=GREEDY,
             penalties={"repetition_penalty": 1.05},
@@ -281,6 +282,14 @@ def test_a_baseline_with_two_speeds_is_named_in_every_answer(tmp_path: Path) -> 
     report = make_report(PAYS, PAYS, baseline=make_baseline(speeds=2))
     assert any("2 speeds" in line for line in compose_answer(report))
     assert "2 speeds" in read_page(tmp_path, report)
+
+
+def test_rounds_that_repeat_a_few_prompts_are_named_in_the_answer() -> None:
+    report = make_report(PAYS, PAYS)
+    for number, is_named in ((3, True), (11, True), (12, False)):
+        few = replace(report, settings=replace(report.settings, num_prompts=number))
+        shown = [line for line in compose_answer(few) if f"repeat {number} prompts" in line]
+        assert len(shown) == is_named, "six rounds have 12 prompts at one request"
 
 
 def test_a_limit_that_is_not_known_is_left_out(tmp_path: Path) -> None:
