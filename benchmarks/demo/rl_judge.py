@@ -217,14 +217,17 @@ def _describe(estimate: Estimate) -> dict[str, Any]:
 def decide(gain: Mapping[str, Any]) -> str:
     """Return the sentence that answers the demo's question.
 
-    A gain that is too small for the gate to promote a candidate counts as none.
+    A gain that is too small for the gate to promote a candidate counts as none. If the interval
+    contains the gain that the gate requires, both answers are possible.
     """
     if gain["interval"] is None:
         return f"too few updates to decide: learning gains {gain['value']:+.2f}"
     low, high = gain["interval"]
-    verdict = (
-        "adapting once is not enough" if low > gate.Policy.min_gain else "adapting once is enough"
-    )
+    verdict = "whether adapting once is enough is undecided"
+    if low > gate.Policy.min_gain:
+        verdict = "adapting once is not enough"
+    elif high <= gate.Policy.min_gain:
+        verdict = "adapting once is enough"
     return (
         f"{verdict}; learning gains {gain['value']:+.2f} [{low:+.2f}, {high:+.2f}] tokens per "
         "target step"

@@ -104,7 +104,7 @@ def test_the_sentence_follows_the_interval() -> None:
         "adapting once is not enough; learning gains +0.20 [+0.20, +0.20]"
     )
     assert sentence(count=20, learning=[20.0, 110.0] * 10).startswith(
-        "adapting once is enough; learning gains +0.05 [-0."
+        "whether adapting once is enough is undecided; learning gains +0.05 [-0."
     )
     assert sentence(count=20, learning=40.0).startswith(
         "adapting once is enough; learning gains -0.20 ["
