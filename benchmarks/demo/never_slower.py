@@ -22,11 +22,18 @@ import psutil
 
 from benchmarks.demo.fleet import Answer, find_rate, stream
 from benchmarks.workloads import Session, Workload, extend
-from redraft.engine.counters import find_counts, parse_prefix_cache
+from redraft.engine.counters import (
+    find_counts,
+    parse_decode_time,
+    parse_prefix_cache,
+    read_samples,
+)
 from redraft.engine.counts import AcceptanceCounts
 from redraft.engine.server import IDLE_S
 from redraft.eval.intervals import UNBOUNDED, median_interval
 from redraft.files.progress import Progress
+
+TOKENS = "vllm:generation_tokens_total"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +47,9 @@ class Counted:
     accepted: float
     """Number of accepted draft tokens, from lookups and from the head."""
     by_head: float
+    tokens: float = 0
+    """Number of output tokens."""
+    answers: float = 0
 
     def since(self, before: Counted) -> Counted:
         return Counted(**{name: at - getattr(before, name) for name, at in vars(self).items()})
@@ -158,6 +168,8 @@ class Beside:
             drafts=counts.num_drafts,
             accepted=counts.num_accepted,
             by_head=await self.count_head() if url == self.up else 0.0,
+            tokens=sum(sample.value for sample in read_samples(page, TOKENS)),
+            answers=parse_decode_time(page).requests,
         )
 
 
@@ -195,11 +207,13 @@ def describe_counts(counts: Counted, plain: Counted) -> dict[str, Any]:
     The shares are None if a version was swapped in meanwhile, which resets the head's count to 0.
     """
     is_known = counts.accepted > 0 and counts.by_head >= 0
+    # As in `served.count_steps`: vLLM counts no draft in a step that proposes nothing.
+    steps = max(counts.drafts, counts.tokens - counts.answers - counts.accepted)
     head = min(1.0, counts.by_head / counts.accepted) if is_known else None
     return {
         "hit_rate": counts.hits / counts.queries if counts.queries else None,
         "hit_rate_plain": plain.hits / plain.queries if plain.queries else None,
-        "tau": 1 + counts.accepted / counts.drafts if counts.drafts else 1.0,
+        "tau": 1 + counts.accepted / steps if steps else 1.0,
         "head_share": head,
         "lookup_share": None if head is None else 1 - head,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,6 +44,9 @@ def test_accepted_tokens_are_of_a_lookup_or_of_the_head() -> None:
     assert describe_counts(counts, plain) == {
         "hit_rate": 0.75, "hit_rate_plain": 0.8, "tau": 2.5, "head_share": 0.25, "lookup_share": 0.75,
     }  # fmt: skip
+    # Ten answers of 20 tokens: 10 tokens from prefills, 60 accepted ones, and 130 steps.
+    whole = replace(counts, tokens=200, answers=10)
+    assert describe_counts(whole, plain)["tau"] == pytest.approx(1 + 60 / 130)
     swapped = Counted(queries=0, hits=0, drafts=40, accepted=60, by_head=-5)
     found = describe_counts(swapped, swapped)
     assert (found["head_share"], found["lookup_share"], found["hit_rate"]) == (None, None, None)
@@ -79,6 +83,8 @@ async def test_both_servers_get_the_same_sessions_and_the_learner_rests_beside_t
                 f"vllm:spec_decode_num_drafts_total {drafts}",
                 f"vllm:spec_decode_num_draft_tokens_total {3 * drafts}",
                 f"vllm:spec_decode_num_accepted_tokens_total {accepted}",
+                f"vllm:generation_tokens_total {20 * len(seen[name])}",
+                f"vllm:request_decode_time_seconds_count {len(seen[name])}",
             ]
             return PlainTextResponse("\n".join(lines) + "\n")
 
@@ -119,4 +125,5 @@ async def test_both_servers_get_the_same_sessions_and_the_learner_rests_beside_t
     assert found["tokens_s"]["pairs"] == 6
     assert found["tokens_s"]["interval"] is not None
     assert (found["hit_rate"], found["hit_rate_plain"]) == (0.6, 0.8)
-    assert (found["tau"], found["head_share"]) == (3.0, 0.4)
+    # An answer has 20 tokens: 1 from the prefill, 10 accepted, 9 from steps, 5 of them with a draft.
+    assert (found["tau"], found["head_share"]) == (pytest.approx(1 + 10 / 9), 0.4)
