@@ -79,9 +79,11 @@ LEAST_BLOCK = 2
 short, so that the machine's speed is constant within one; the first 200 requests make 25 pairs.
 """
 
-WINDOW = 6
-"""Number of pairs that prove a gain if all of them show one. It is the smallest number with a 95%
-interval.
+WINDOW = 9
+"""Number of successive pairs that prove a gain if all of them show one.
+
+By default, the demo has 46 pairs with one client. Without any gain, 4% of the runs have nine faster
+pairs in a row, and 29% have six.
 """
 
 MOST_QUESTIONS = 6000

@@ -52,11 +52,11 @@ def test_the_speed_is_the_median_of_the_pairs_with_an_interval_of_six() -> None:
     assert estimate([])["ratio"] is None
 
 
-def test_the_gain_begins_where_six_pairs_of_one_client_show_one() -> None:
-    assert find_gain(make_pairs(1.0, 0.9, *[1.2] * 6, 0.9)) == 120
-    assert find_gain(make_pairs(*[1.2] * 5, 0.9)) is None
-    busy = [replace(pair, clients=8, undrafted=20) for pair in make_pairs(*[1.2] * 6)]
-    both = [pair for pairs in zip(make_pairs(*[1.2] * 6), busy, strict=True) for pair in pairs]
+def test_the_gain_begins_where_nine_pairs_of_one_client_show_one() -> None:
+    assert find_gain(make_pairs(1.0, 0.9, *[1.2] * 9, 0.9)) == 120
+    assert find_gain(make_pairs(*[1.2] * 8, 0.9)) is None
+    busy = [replace(pair, clients=8, undrafted=20) for pair in make_pairs(*[1.2] * 9)]
+    both = [pair for pairs in zip(make_pairs(*[1.2] * 9), busy, strict=True) for pair in pairs]
     assert find_gain(both) == 0, "eight clients are slower, one is not"
 
 
@@ -77,7 +77,7 @@ AGENTS = {
 
 
 def test_the_page_shows_the_speeds_and_the_curve(tmp_path: Path) -> None:
-    pairs = make_pairs(1.0, 0.98, *[1.3] * 6)
+    pairs = make_pairs(1.0, 0.98, *[1.3] * 9)
     speeds = {"speed_first": estimate(pairs[:2]), "with_counts": estimate(pairs[2:])}
     speeds |= {"head_alone": estimate(make_pairs(*[1.1] * 6))}
     clients = {"1": estimate(pairs[2:]), "8": estimate([])}
