@@ -40,6 +40,9 @@ MIN_OWN_TEXT = 0.5
 target is quantised to a few bits, some tokens differ. With a different target, most of them do.
 """
 
+MAX_UNEVEN = 0.02
+"""Maximum share by which a server's draft tokens may differ from equal numbers in all steps."""
+
 CURE = (
     "the server reads the draft differently from training: export it for this engine "
     "again (redraft export), and serve the exported draft"
@@ -62,7 +65,8 @@ def check_server(pair: Pair, check: ServerCheck, facts: dict[str, str]) -> Itera
 
     Raises:
         ConnectionError: the server stopped answering.
-        ValueError: the server drafts nothing, or also serves other clients.
+        ValueError: the server drafts nothing or different numbers of tokens, or also serves other
+            clients.
     """
     server = check.server
     facts["server"] = f"{server.url}: {server.engine} {server.version or 'of an unknown version'}"
@@ -77,6 +81,8 @@ def check_server(pair: Pair, check: ServerCheck, facts: dict[str, str]) -> Itera
         for prompt in Progress(prompts, desc="server's answers", unit="answer")
     ]
     num_tokens = check.num_speculative_tokens or count_draft_tokens(answers)
+    if not server.drafts_to_the_end:
+        require_even_drafts(server.url, answers, num_tokens)
     dtype = asked.dtype or choose_dtype(pair, stored, machine, on_cpu=machine.device == "cpu")
     model = load_causal_lm(pair.target, getattr(torch, dtype)).to(machine.device)
     texts = [
@@ -160,6 +166,21 @@ def count_draft_tokens(answers: Sequence[CountedAnswer]) -> int:
     """
     rates = [a.counts.num_draft_tokens / max(a.counts.num_drafts, 1) for a in answers]
     return max(1, math.ceil(max(rates) - 1e-9))
+
+
+def require_even_drafts(url: str, answers: Sequence[CountedAnswer], num_tokens: int) -> None:
+    """Raise ValueError unless a server proposes this number of tokens in nearly every step.
+
+    Otherwise, it would accept less than the forecast for a reason that is no fault of the draft.
+    """
+    total = _sum([answer.counts for answer in answers])
+    expected = num_tokens * total.num_drafts
+    if abs(total.num_draft_tokens - expected) > MAX_UNEVEN * expected:
+        raise ValueError(
+            f"{url} proposed {total.num_draft_tokens} tokens in {total.num_drafts} steps, and not "
+            f"{num_tokens} in each: serve the head alone, with --pace off, and give the server's "
+            "number as --num-speculative-tokens"
+        )
 
 
 def continue_text(

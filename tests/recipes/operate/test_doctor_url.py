@@ -191,6 +191,12 @@ def test_doctor_says_in_one_line_what_it_cannot_compare(
     with sglang_server(lambda ids, asked: silent) as url:
         assert dispatch([*args, url]) == 2
     assert "proposes no tokens" in capsys.readouterr().err
+    # 1, 2, 2 and 2 tokens, as with --pace auto
+    counts = {"spec_verify_ct": 4, "spec_num_correct_drafts": 2, "spec_num_proposed_drafts": 7}
+    uneven = {"text": "", "output_ids": [5] * 7, "meta_info": {"completion_tokens": 7, **counts}}
+    with sglang_server(lambda ids, asked: uneven) as url:
+        assert dispatch([*args, url]) == 2
+    assert "112 tokens in 64 steps, and not 2 in each" in capsys.readouterr().err
 
 
 @pytest.mark.vllm
