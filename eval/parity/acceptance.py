@@ -63,7 +63,8 @@ def find_missed_forecast(
     forecast = sum(expected, AcceptanceCounts.zero()).tau - 1
     # The difference exceeds chance, and is large enough to matter.
     in_mean = not low <= 0 <= high and abs(difference.value) >= MIN_DIFFERENCE * forecast
-    if not in_mean and not (is_exact and num_apart > MAX_APART * len(served)):
+    # A single prompt may always be a tie.
+    if not in_mean and not (is_exact and num_apart > max(1, MAX_APART * len(served))):
         return
     yield Finding(
         f"{source} is tau {1 + forecast:.3f} on these {len(served)} "

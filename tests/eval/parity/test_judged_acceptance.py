@@ -82,6 +82,7 @@ def test_in_float32_a_fault_shows_by_the_prompts_that_count_otherwise() -> None:
     _, expected = make_prompts(np.random.default_rng(3), 0.0)
     one_tie = [make_counts(*[1] * 20), *expected[1:]]
     assert not list(find_missed_forecast(one_tie, expected, is_exact=True))
+    assert not list(find_missed_forecast(one_tie[:2], expected[:2], is_exact=True))
     up_and_down = [
         AcceptanceCounts(
             num_drafts=e.num_drafts, num_accepted=e.num_accepted + (1 if i % 2 else -1)
