@@ -315,6 +315,11 @@ def _judge_without_forecast(
             "there is no reference for the acceptance: only a useless draft, or weights in the "
             "wrong order, could be detected"
         )
+        if not plan.are_held_out:
+            yield (
+                "the acceptance is that of general questions, whose answers continue beyond their "
+                "end: set --prompts to measure it on your text"
+            )
 
 
 def find_prompts(

@@ -96,6 +96,21 @@ def test_acceptance_in_a_long_row_is_shown_by_context(random_target: Path, tmp_p
     assert facts["by context"] == f"tau {tau:.2f} at 2,048 to 4,095 tokens ({DRAFTS} drafts)"
 
 
+@pytest.mark.parametrize(
+    ("drafts", "told"), [(40, "beyond their end"), (4, "64 drafts are too few")]
+)
+def test_acceptance_without_a_reference_says_what_it_was_counted_on(
+    drafts: int, told: str, random_target: Path, tmp_path: Path
+) -> None:
+    pair = make_pair(random_target, tmp_path / "draft", "float32")
+    plan = make_plan(pair, tmp_path, "float32")
+    plan.stored = None
+    counts = [AcceptanceCounts(num_drafts=drafts, num_accepted=drafts // 2)] * 16
+    served = Served(outputs=[[1]] * 16, counts=counts)
+    notes = list(judge_acceptance(pair, plan, served, None, None, {}))  # type: ignore[arg-type]
+    assert told in str(notes[-1])
+
+
 TIES = [1, -1, 0, 0] * 4
 """Half of the prompts count otherwise, and the mean is the forecast's."""
 
