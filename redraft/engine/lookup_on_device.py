@@ -92,7 +92,9 @@ class DeviceTexts:
         for name in sorted(scheduler_output.finished_req_ids):
             slot = self.runner.req_states.req_id_to_index.get(name)
             if self.counter is None or slot is None:
-                self.requests.pop(name, None)  # a preempted request no longer has a slot
+                self.requests.pop(name, None)
+                if self.counter is not None:  # a preempted request no longer has a slot
+                    self.counter.end(name, None)
             elif request := self.requests.get(name):
                 copied, event = self._copy(slot)
                 self._ended.append(Ended(self._step, name, request, copied, event))

@@ -163,6 +163,23 @@ def test_an_ended_text_longer_than_what_is_counted_keeps_its_end(
         assert not runner.redraft.lookup.texts.requests
 
 
+def test_nothing_is_kept_of_a_request_that_is_aborted_while_it_is_preempted(
+    kernel: NoKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = make_runner(on_device(Retrieval.speculative_config("live")), monkeypatch)
+    counter, texts = runner.redraft.counter, runner.redraft.lookup.texts
+    counter.find_owner = lambda request: b"acme"
+    request = make_request(0, np.random.default_rng(0))
+    runner.add(request)
+    runner.sample_tokens([request.req_id], [[1]], 4)
+    assert counter._owners == {request.req_id: b"acme"}
+    preempted = SimpleNamespace(finished_req_ids=set(), preempted_req_ids={request.req_id})
+    runner.finish_requests(preempted)
+    assert counter._owners.keys() == texts.requests.keys() == {request.req_id}, "it may resume"
+    runner.end([request.req_id])
+    assert counter._owners == texts.requests == {}
+
+
 def test_a_lookup_gives_vllm_confidences_only_if_it_verifies_adaptively(
     kernel: NoKernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

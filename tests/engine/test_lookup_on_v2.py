@@ -125,7 +125,8 @@ class RunnerV2:
         for name in scheduler_output.finished_req_ids | (
             scheduler_output.preempted_req_ids or set()
         ):
-            self.free.append(self.req_states.req_id_to_index.pop(name))
+            if name in self.req_states.req_id_to_index:  # not if it was preempted before
+                self.free.append(self.req_states.req_id_to_index.pop(name))
 
     def sample(self, hidden: Any, batch: Any, grammar: Any) -> Any:
         counts = torch.tensor([len(tokens) for tokens in self.sampled], dtype=torch.int32)
