@@ -178,6 +178,8 @@ class Pacer:
         num_read, num_decoding, num_tokens, length, accepted = 0, 0, 0, 0, list[int]()
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             request = requests.get(request_id)
+            if request is not None and request.is_finished():
+                request = None  # it ended, and waits only for a KV connector
             num_drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
             # Skip the request's prefill step. A request that no longer exists ended in the previous
             # step.

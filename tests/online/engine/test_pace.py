@@ -199,7 +199,9 @@ class Server:
     def __init__(self, pacer: Pacer, **prompts: int) -> None:
         self.pacer, self.now_s = pacer, 0.0
         self.requests = {
-            name: SimpleNamespace(num_tokens=size, num_output_tokens=0, max_tokens=100)
+            name: SimpleNamespace(
+                num_tokens=size, num_output_tokens=0, max_tokens=100, is_finished=lambda: False
+            )
             for name, size in prompts.items()
         }
 
@@ -315,6 +317,19 @@ def test_a_request_whose_text_the_draft_has_not_read_counts_in_no_probe():
     assert pacer.unread == {"a": 5}
 
 
+def test_nothing_is_kept_of_a_request_that_waits_only_for_a_connector():
+    pacer, spy = make_pacer(0)
+    server = Server(pacer, a=9, b=9)
+    server.step(a=1, b=1)
+    server.step(a=1, b=1)
+    server.requests["a"].is_finished = lambda: True
+    server.step(b=1, finished=("a",))
+    assert pacer.unread == {"b": 2}
+    server.step(a=4, b=1)  # scheduled ahead, before the end of a was known
+    assert pacer.unread == {"b": 3}
+    assert spy.observed[-1] == (2, 6, 0, 0, 1.0, [], 2, 0), "as with a request that is gone"
+
+
 def test_a_preempted_request_is_read_again():
     pacer, _ = make_pacer(0)
     server = Server(pacer, a=9)
@@ -410,6 +425,9 @@ class Asked:
     num_output_tokens: int = 0
     drafts: int = 0
     """Draft tokens to verify in the next step."""
+
+    def is_finished(self) -> bool:
+        return False
 
     @property
     def num_tokens(self) -> int:
