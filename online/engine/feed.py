@@ -295,7 +295,8 @@ def _find_skip_reason(request: Any, origin: Origin, *, with_states: bool) -> str
         # The target read more than token ids, but a head can learn from the states after the last
         # image.
         "multimodal": (bool(request.mm_features) and not with_states)
-        or request.prompt_token_ids is None,
+        # A prompt that mixes embeddings and text has token ids too, with placeholders among them.
+        or request.prompt_embeds is not None,
     }
     return next((reason for reason, applies in reasons.items() if applies), "")
 

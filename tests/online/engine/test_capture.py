@@ -314,6 +314,7 @@ def make_request(name="a", length=3, **changes):
         sampling_params=SimpleNamespace(**fields),
         lora_request=None,
         mm_features=[],
+        prompt_embeds=None,
     )
 
 
@@ -333,6 +334,19 @@ def test_a_request_whose_tokens_are_not_the_plain_targets_is_counted_and_not_rec
     capture = Capture(CaptureConfig(spool=tmp_path), "boot", "target", "v000001")
     Feed(capture, max_model_len=100).add(make_request(**changes))
     assert capture.counts == {f"skipped_requests_{reason}" if reason else "captured_requests": 1}
+
+
+@pytest.mark.parametrize("prompt_ids", [None, [1, 0, 0]], ids=["embeddings", "mixed with text"])
+@pytest.mark.parametrize("hidden_states", [False, True])
+def test_a_request_with_embeddings_in_its_prompt_is_not_recorded(
+    tmp_path, prompt_ids, hidden_states
+):
+    request = make_request()
+    request.prompt_token_ids, request.prompt_embeds = prompt_ids, torch.zeros(3, 8)
+    config = CaptureConfig(spool=tmp_path, hidden_states=hidden_states)
+    capture = Capture(config, "boot", "target", "v000001")
+    assert Feed(capture, max_model_len=100).add(request) is None
+    assert capture.counts == {"skipped_requests_multimodal": 1}
 
 
 def test_a_request_with_images_is_recorded_for_a_head_from_the_first_token_after_them(tmp_path):
