@@ -290,6 +290,7 @@ def _find_skip_reason(request: Any, origin: Origin, *, with_states: bool) -> str
         # A record cannot express how the engine then chooses its tokens.
         "watermark": bool(params.watermarking),
         "forced_tokens": bool(params.trace_decode_token_ids),
+        "logit_bias": bool(params.logit_bias),  # vLLM refuses it only when it uses a draft
         # These arguments are for logits processors that do not belong to vLLM.
         "custom_arguments": bool((params.extra_args or {}).keys() - PLAIN_ARGUMENTS),
         # The target read more than token ids, but a head can learn from the states after the last
@@ -302,7 +303,6 @@ def _find_skip_reason(request: Any, origin: Origin, *, with_states: bool) -> str
 
 
 def _find_constraints(params: Any) -> Iterable[tuple[Constraint, bool]]:
-    # vLLM refuses `logit_bias` when it uses a draft.
     yield "structured_output", params.structured_outputs is not None
     yield "min_tokens", bool(params.min_tokens)
     yield "bad_words", bool(params.bad_words)

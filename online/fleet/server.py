@@ -83,7 +83,10 @@ CAPTURE_DROP_REASONS = {
     "dropped_records_too_large": "too_large",
     **{
         f"skipped_requests_{reason}": reason
-        for reason in ("watermark", "forced_tokens", "custom_arguments", "multimodal", "unmarked")
+        for reason in (
+            *("watermark", "forced_tokens", "logit_bias"),
+            *("custom_arguments", "multimodal", "unmarked"),
+        )
     },
 }
 """Capture's counters of records that are lost before they reach the learner, and of requests that

@@ -304,6 +304,7 @@ def make_request(name="a", length=3, **changes):
     unset = (
         *("structured_outputs", "min_tokens", "bad_words", "allowed_token_ids", "stop_token_ids"),
         *("eos_token_id", "thinking_token_budget", "watermarking", "trace_decode_token_ids"),
+        "logit_bias",
     )
     marked = {"extra_args": {EXTRA_ARGS_KEY: Origin()._asdict()}, "max_tokens": 9}
     marked["extra_args"] |= changes.pop("extra_args", {})
@@ -323,6 +324,8 @@ def make_request(name="a", length=3, **changes):
     [
         ({"watermarking": True}, "watermark"),
         ({"trace_decode_token_ids": [1]}, "forced_tokens"),
+        ({"logit_bias": {5: 1.0}}, "logit_bias"),
+        ({"logit_bias": {}}, ""),
         ({"extra_args": {"of_a_plugin": 1}}, "custom_arguments"),
         ({"extra_args": {"kv_transfer_params": {}}}, ""),
         ({"watermarking": False}, ""),
