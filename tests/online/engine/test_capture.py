@@ -326,6 +326,8 @@ def make_request(name="a", length=3, **changes):
         ({"trace_decode_token_ids": [1]}, "forced_tokens"),
         ({"logit_bias": {5: 1.0}}, "logit_bias"),
         ({"logit_bias": {}}, ""),
+        ({"max_tokens": 1}, "one_token"),
+        ({"max_tokens": None}, ""),
         ({"extra_args": {"of_a_plugin": 1}}, "custom_arguments"),
         ({"extra_args": {"kv_transfer_params": {}}}, ""),
         ({"watermarking": False}, ""),
