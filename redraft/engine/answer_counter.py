@@ -39,8 +39,8 @@ class AnswerCounter:
         self.file: LiveFile | None = None
         self.counts = Counter[
             str
-            # Numbers of answers by outcome (counted, not_allowed, passed_over, failed_...), shown in
-            # the status.
+            # Numbers of answers by outcome (counted, not_allowed, too_short, passed_over,
+            # failed_...), shown in the status.
         ]()
         # Returns the owner of a request's text. None if the text must not be used for drafts. Set
         # by the plugin.
@@ -72,6 +72,11 @@ class AnswerCounter:
                 request.prompt_token_ids,
                 cut_answer(request.output_token_ids, request.sampling_params),
             )
+            if len(answer) < 2:
+                # No draft serves such an answer, and many of them, e.g. the steps of a beam search,
+                # would displace the others from the window.
+                self.counts["too_short"] += 1
+                return
             ids = np.array([*prompt[-MOST_TOKENS:], *answer], np.int32)[-MOST_TOKENS:]
             is_label = np.arange(len(ids)) >= len(ids) - len(answer)
             self._ended[name] = Text(ids=ids, is_label=is_label, owner=owner)

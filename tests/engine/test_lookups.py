@@ -177,6 +177,18 @@ def test_answers_that_end_are_counted_a_little_in_each_step(
     assert runner.redraft.counter.counts == {"counted": 1, "not_allowed": 20}
 
 
+def test_answers_of_one_token_displace_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = make_live(monkeypatch, [2, 3])
+    counter = runner.redraft.counter
+    counter.draft.runs.window = 4
+    runner._on_request_state_removed("a", make_request([1, 2], [3, 4, 5]))
+    for step in range(20):
+        runner._on_request_state_removed(f"beam {step}", make_request([8], [9]))
+        counter.learn()
+    assert runner.propose_draft_token_ids(Scheduled(), [[3]]) == [[4, 5]]
+    assert counter.counts == {"counted": 1, "too_short": 20}
+
+
 def test_a_request_is_drafted_its_tenants_text_and_nobody_elses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
