@@ -79,9 +79,16 @@ class Feed:
 
         `request` is vLLM's object, from either runner.
         """
-        if request.req_id not in self.requests:
-            self.requests[request.req_id] = self._decide(request)
-        return self.requests[request.req_id]
+        name = request.req_id
+        known = self.requests.get(name)
+        if known is not None and len(known.prompt_ids) != len(request.prompt_token_ids):
+            # The client has sent the next part of a streamed input. In the prompt, this part
+            # replaces the last token of the answer, so the record must end before it.
+            self.end(name)
+            self.requests[name] = None
+        if name not in self.requests:
+            self.requests[name] = self._decide(request)
+        return self.requests[name]
 
     def end(self, request_id: str) -> None:
         if self.requests.pop(request_id, None) is not None:

@@ -313,7 +313,7 @@ def forward_origin(engine_client: Any, salt_for: Callable[[str | None], str | No
             if (made := salt_for(salt)) != salt:
                 if is_plain:
                     prompt = prompt | {"cache_salt": made}
-                else:
+                elif hasattr(prompt, "cache_salt"):  # a stream of inputs has none
                     prompt.cache_salt = made
             return generate(prompt, sampling_params, *args, **kwargs)
 

@@ -341,6 +341,19 @@ def test_a_request_whose_tokens_are_not_the_plain_targets_is_counted_and_not_rec
     assert capture.counts == {f"skipped_requests_{reason}" if reason else "captured_requests": 1}
 
 
+def test_a_streamed_input_is_recorded_up_to_its_second_part(tmp_path):
+    capture = Capture(CaptureConfig(spool=tmp_path), "boot", "target", "v000001")
+    feed, request = Feed(capture, max_model_len=100), make_request()
+    info = feed.add(request)
+    assert feed.add(request) is info
+    # The answer 7, 8 has ended, and 9 takes the place of 8. The next token has the index 5, as if
+    # it followed 8.
+    request.prompt_token_ids = [*request.prompt_token_ids, 7, 9]
+    assert [feed.add(request), feed.add(request), feed.finished] == [None, None, ["a"]]
+    feed.end("a")
+    assert (feed.requests, feed.finished) == ({}, ["a"])
+
+
 @pytest.mark.parametrize("prompt_ids", [None, [1, 0, 0]], ids=["embeddings", "mixed with text"])
 @pytest.mark.parametrize("hidden_states", [False, True])
 def test_a_request_with_embeddings_in_its_prompt_is_not_recorded(

@@ -13,7 +13,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -1273,6 +1273,17 @@ def test_the_salt_reaches_the_engine_in_any_kind_of_prompt(prompt):
     engine.generate(prompt, sampling_params=SimpleNamespace(extra_args=None))
     read = given[0].get if isinstance(prompt, dict) else partial(getattr, given[0])
     assert read("cache_salt") == ("v000002/" if prompt == {} else "v000002/s")
+
+
+def test_a_stream_of_inputs_which_has_no_salt_reaches_the_engine_after_a_swap():
+    async def speak() -> AsyncIterator[str]:
+        yield "input"
+
+    stream, given = speak(), list[Any]()
+    engine = SimpleNamespace(generate=lambda prompt, sampling_params: given.append(prompt))
+    forward_origin(engine, lambda salt: "v000002/")
+    engine.generate(stream, sampling_params=SimpleNamespace(extra_args=None))
+    assert given == [stream]
 
 
 def test_only_short_plain_arguments_of_the_template_are_packed() -> None:

@@ -61,7 +61,9 @@ def sample_v1(folder: Path, recorded: str, num_drafts: int) -> tuple[list[str], 
         query_start_loc=SimpleNamespace(np=np.arange(3) * per_request),
         discard_request_mask=SimpleNamespace(np=np.zeros(2, bool)),
     )  # fmt: skip
-    runner.requests = {name: SimpleNamespace(req_id=name) for name in NAMES}
+    runner.requests = {
+        name: SimpleNamespace(req_id=name, prompt_token_ids=[1, 2, 3]) for name in NAMES
+    }
     capture = make_capture(folder)
     hooks = V1(runner, capture)
     sampled = SimpleNamespace(sampled_token_ids=torch.zeros(2, per_request, dtype=torch.int64))
