@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, islice, pairwise, zip_longest
+from itertools import accumulate, islice, pairwise
 from typing import Any
 
 import torch
@@ -78,7 +78,7 @@ class DraftRows:
     gradient is accumulated once.
     """
     target_row_M: Tensor
-    """int64, index of the target row for each draft row, in any order; rows may repeat."""
+    """int64, index of the target row for each draft row, ascending and distinct."""
     weight_M: Tensor
     draft_ids_W: Tensor | None = None
     """int64, the target id of every draft id, in ascending order. None if both vocabularies are
@@ -91,8 +91,8 @@ class DraftRows:
     cap: float | None = None
     """The logits become cap * tanh(logits / cap). All steps with the same head share one cap."""
     bounds: Sequence[int] | None = None
-    """Only for distinct target rows in ascending order: the first draft row of each chunk, then the
-    number of rows. Without these bounds, the host must wait for the GPU to read the target rows.
+    """The first draft row of each chunk, then the number of rows. Without these bounds, the host must
+    wait for the GPU to read the target rows.
     """
 
     @property
@@ -323,11 +323,8 @@ class _Factors:
 
 @dataclass(frozen=True)
 class _Step:
+    draft: DraftRows
     factors: Sequence[_Factors]
-    draft_ids_W: Tensor | None
-    cap: float | None
-    target_row_M: Tensor
-    bounds: Sequence[int] | None
     scale_M: Tensor
     values_3M: Tensor
     """Divergence, alpha and alpha_greedy of every row, [3, M]."""
@@ -350,11 +347,8 @@ def _make_steps(
     wide = torch.promote_types(dtype, torch.float32)
     return [
         _Step(
+            draft=draft,
             factors=list(islice(factors, len(draft.factors))),
-            draft_ids_W=draft.draft_ids_W,
-            cap=draft.cap,
-            target_row_M=draft.target_row_M,
-            bounds=draft.bounds,
             scale_M=draft.weight_M.to(wide) / request.normaliser,
             values_3M=torch.zeros(
                 3, len(draft.hidden_MD), dtype=wide, device=draft.hidden_MD.device
@@ -379,7 +373,7 @@ def _in_matmul_dtype(target: ExactRows | TopKRows) -> ExactRows | TopKRows:
 # An example: five target rows in two chunks (chunk_tokens = 3), and two draft steps.
 #
 #     step 0 is compared with target rows    0 1 2 3 4
-#     step 1 is compared with target rows    4 1 2
+#     step 1 is compared with target rows    1 2 4
 #
 #     target row                             0 1 2 3 4
 #     its chunk                              0 0 0 1 1           two matmuls, of 3 rows and of 2 rows
@@ -387,39 +381,51 @@ def _in_matmul_dtype(target: ExactRows | TopKRows) -> ExactRows | TopKRows:
 #
 #     part of step 0 in chunk 0              draft rows 0 1 2    at places 0 1 2
 #     part of step 0 in chunk 1              draft rows 3 4      at places 0 1
-#     part of step 1 in chunk 0              draft rows 1 2      at places 1 2       (target rows 1 and 2)
-#     part of step 1 in chunk 1              draft row  0        at place  1         (target row 4)
+#     part of step 1 in chunk 0              draft rows 0 1      at places 1 2       (target rows 1 and 2)
+#     part of step 1 in chunk 1              draft row  2        at place  1         (target row 4)
 #
-# Each chunk runs its parts of both steps together. Within a part the draft rows are sorted by
-# place. A block is a few consecutive places, so the draft rows compared with it are consecutive
-# too, and a slice selects them. With blocks of two places, `bounds` of the first part is [0, 2, 3]:
-# block 0 takes the rows 0:2 of the part, block 1 takes 2:3.
+# Each chunk runs its parts of both steps together. A block is a few consecutive places, so the draft
+# rows compared with it are consecutive too, and a slice selects them. With blocks of two places,
+# `bounds` of the first part is [0, 2, 3]: block 0 takes the rows 0:2 of the part, block 1 takes 2:3.
 
 
 def _run_chunks(request: _Request, target: ExactRows | TopKRows, steps: Sequence[_Step]) -> None:
     """Write all steps' values into `values_3M`, and the gradients into `d_left` and `d_head`."""
     num_rows = len(target.ids_NK if isinstance(target, TopKRows) else target.hidden_ND)
-    # For each step, a list of chunks; for each chunk, a list of parts.
-    parts_by_chunk = _split_into_parts(steps, num_rows, request.chunk_tokens)
+    bounds_of = [_find_bounds(step.draft, num_rows, request.chunk_tokens) for step in steps]
     for index, first in enumerate(range(0, num_rows, request.chunk_tokens)):
         rows_C = slice(first, min(first + request.chunk_tokens, num_rows))
         chunk = _select_target(request, target, rows_C, steps[0].factors[0].left_MD)
-        # Run one part of each step at a time. A step has several parts in a chunk only if many of
-        # its rows use the same target row.
-        for parts in zip_longest(*(step_parts[index] for step_parts in parts_by_chunk)):
-            _run_parts(request, chunk, [part for part in parts if part is not None])
+        parts = []
+        for step, bounds in zip(steps, bounds_of, strict=True):
+            rows = slice(bounds[index], bounds[index + 1])
+            if rows.start < rows.stop:
+                parts.append(_Part(step, rows, step.draft.target_row_M[rows] - first))
+        _run_parts(request, chunk, parts)
+
+
+def _find_bounds(draft: DraftRows, num_rows: int, chunk_tokens: int) -> Sequence[int]:
+    """Return `DraftRows.bounds`, computed from the target rows if they are not given.
+
+    In the example above, the bounds of step 1 are [0, 2, 3].
+    """
+    if draft.bounds is not None:
+        return draft.bounds
+    starts = torch.arange(
+        0, num_rows + chunk_tokens, chunk_tokens, device=draft.target_row_M.device
+    )
+    bounds: list[int] = torch.searchsorted(draft.target_row_M, starts).tolist()
+    return bounds
 
 
 @dataclass(frozen=True)
 class _Part:
-    """At most `chunk_tokens` rows of one draft step that are compared with rows of one chunk."""
+    """The rows of one draft step that are compared with rows of one chunk."""
 
     step: _Step
-    rows_M: Tensor
+    rows: slice
     place_M: Tensor
-    """Row of the chunk that each draft row is compared with, ascending."""
-    is_distinct: bool
-    """Whether all rows of the step are compared with different target rows."""
+    """Row of the chunk that each draft row is compared with, ascending and distinct."""
 
     def bounds(self, block_rows: int, num_rows: int) -> list[int]:
         """Return the part's first row in each block of the chunk's `num_rows` rows.
@@ -427,62 +433,9 @@ class _Part:
         The last entry is the part's number of rows.
         """
         if block_rows >= num_rows:
-            return [0, len(self.rows_M)]
+            return [0, len(self.place_M)]
         starts = torch.arange(0, num_rows, block_rows, device=self.place_M.device)
-        return [*torch.searchsorted(self.place_M, starts).tolist(), len(self.rows_M)]
-
-
-def _split_into_parts(
-    steps: Sequence[_Step], num_rows: int, chunk_tokens: int
-) -> list[list[list[_Part]]]:
-    """Split every step into parts, one or more for each chunk of the target's `num_rows` rows.
-
-    In the example above, step 1 has the target rows [4, 1, 2]. Sorted, they are [1, 2, 4], which
-    puts the draft rows in the order [1, 2, 0]. Chunks start at rows 0 and 3 (the last ends at 6),
-    so the bounds are [0, 2, 3].
-    """
-    if all(step.bounds is not None for step in steps):
-        return [_cut_at_bounds(step, chunk_tokens) for step in steps]
-    ordered = [step.target_row_M.sort(stable=True) for step in steps]
-    starts = torch.arange(0, num_rows + chunk_tokens, chunk_tokens, device=ordered[0].values.device)
-    # For each step: the bounds, and whether its target rows are distinct.
-    found = [
-        torch.cat([torch.searchsorted(row_M, starts), (row_M.diff() > 0).all()[None]])
-        for row_M, _ in ordered
-    ]
-    parts_by_chunk: list[list[list[_Part]]] = []
-    # On a GPU, the host waits at `tolist`, so call it once for all steps.
-    for step, (row_M, order_M), (*bounds, is_distinct) in zip(
-        steps, ordered, torch.stack(found).tolist(), strict=True
-    ):
-        place_M = row_M % chunk_tokens
-        # If target rows repeat, a chunk may have more draft rows than target rows. Cut it into
-        # parts, to limit the logits in memory.
-        cut = [
-            [
-                slice(first, min(first + chunk_tokens, high))
-                for first in range(low, high, chunk_tokens)
-            ]
-            for low, high in pairwise(bounds)
-        ]
-        parts_by_chunk.append(
-            [
-                [_Part(step, order_M[rows], place_M[rows], bool(is_distinct)) for rows in pieces]
-                for pieces in cut
-            ]
-        )
-    return parts_by_chunk
-
-
-def _cut_at_bounds(step: _Step, chunk_tokens: int) -> list[list[_Part]]:
-    """Return, for each chunk, the single part of a step whose target rows ascend, or no part."""
-    assert step.bounds is not None
-    order_M = torch.arange(len(step.target_row_M), device=step.target_row_M.device)
-    place_M = step.target_row_M % chunk_tokens
-    return [
-        [_Part(step, order_M[low:high], place_M[low:high], is_distinct=True)] if low < high else []
-        for low, high in pairwise(step.bounds)
-    ]
+        return [*torch.searchsorted(self.place_M, starts).tolist(), len(self.place_M)]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -534,7 +487,7 @@ class _Group:
 
     @property
     def slices(self) -> list[slice]:
-        ends = [0, *accumulate(len(part.rows_M) for part in self.parts)]
+        ends = [0, *accumulate(len(part.place_M) for part in self.parts)]
         return [slice(*bounds) for bounds in pairwise(ends)]
 
     def add_gradients(self, scratch: Scratch) -> None:
@@ -546,7 +499,7 @@ class _Group:
                 d_left_MD = gradient_of_left(scratch, self.logits_MW, factors[0].head_WD)
                 for part, each, here in zip(self.parts, factors, self.slices, strict=True):
                     if each.d_left is not None:
-                        each.d_left.set_rows(part.rows_M, d_left_MD[here])
+                        each.d_left.set_rows(part.rows, d_left_MD[here])
             if factors[0].d_head is not None:
                 factors[0].d_head.add_product(scratch, self.logits_MW.T, left_MD)  # [W, M] @ [M, D]
 
@@ -557,14 +510,14 @@ def _make_group(request: _Request, index: int, parts: Sequence[_Part]) -> _Group
     Groups that are in memory at the same time must have different indices.
     """
     per_factor = zip(
-        *([each.left_MD[part.rows_M] for each in part.step.factors] for part in parts), strict=True
+        *([each.left_MD[part.rows] for each in part.step.factors] for part in parts), strict=True
     )
     lefts = [torch.cat(pieces) if len(pieces) > 1 else pieces[0] for pieces in per_factor]
     heads = [each.head_WD for each in parts[0].step.factors]
-    logits_MW = LogitRule(cap=parts[0].step.cap).apply_(
+    logits_MW = LogitRule(cap=parts[0].step.draft.cap).apply_(
         request.logits(f"draft logits {index}", lefts, heads)
     )
-    return _Group(parts, lefts, logits_MW, parts[0].step.draft_ids_W)
+    return _Group(parts, lefts, logits_MW, parts[0].step.draft.draft_ids_W)
 
 
 def _run_blocks(request: _Request, chunk: ExactBlock | TopKBlock, groups: Sequence[_Group]) -> None:
@@ -612,34 +565,34 @@ def _run_block(
 
     Their values are written into `values_3M`, and the logits are overwritten by their gradient.
     """
-    step, rows_M = part.step, part.rows_M[here]
-    # The rows are distinct and ascending, and the block has the same number of rows. So row m
-    # belongs to target row m, and p need not be gathered.
-    is_row_for_row = part.is_distinct and len(rows_M) == block.num_rows
-    place_M = None if is_row_for_row else part.place_M[here] - first
-    # Each row of a step is in exactly one part, so no value is written twice. A single row would
-    # need a separate graph, because sizes of 1 are not dynamic.
-    if request.is_compiled and len(rows_M) > 1:
+    step, start, num_rows = part.step, part.rows.start, here.stop - here.start
+    cap, rows = step.draft.cap, slice(start + here.start, start + here.stop)
+    # The rows are distinct and ascending. If the block has the same number of rows, row m belongs to
+    # target row m, and p need not be gathered.
+    place_M = None if num_rows == block.num_rows else part.place_M[here] - first
+    # A single row would need a separate graph, because sizes of 1 are not dynamic.
+    if request.is_compiled and num_rows > 1:
         assert isinstance(block, ExactBlock)
-        scale_M = step.scale_M[rows_M]
-        step.values_3M[:, rows_M] = compare_rows(
-            block, place_M, logits_MW, scale_M, request.divergence, step.cap
+        step.values_3M[:, rows] = compare_rows(
+            block, place_M, logits_MW, step.scale_M[rows], request.divergence, cap
         )
         return
-    step.values_3M[:, rows_M], dz_MW = _divergence(request, block, step, rows_M, place_M, logits_MW)
-    if step.cap is not None:  # multiply by the slope of cap * tanh(z / cap) at the capped logits
-        dz_MW.mul_(1 - (logits_MW.to(dz_MW.dtype) / step.cap).square_())
+    step.values_3M[:, rows], dz_MW = _divergence(
+        request, block, step.draft, rows, place_M, logits_MW
+    )
+    if cap is not None:  # multiply by the slope of cap * tanh(z / cap) at the capped logits
+        dz_MW.mul_(1 - (logits_MW.to(dz_MW.dtype) / cap).square_())
     # dz is the gradient with respect to logits / temperature; divide once more for the gradient
     # with respect to the logits. `logits_MW` is a slice of the group's matrix, so the copy rounds
     # to the dtype of the matmuls.
-    logits_MW.copy_(dz_MW.mul_(step.scale_M[rows_M, None] / request.divergence.temperature))
+    logits_MW.copy_(dz_MW.mul_(step.scale_M[rows, None] / request.divergence.temperature))
 
 
 def _divergence(
     request: _Request,
     block: ExactBlock | TopKBlock,
-    step: _Step,
-    rows_M: Tensor,
+    draft: DraftRows,
+    rows: slice,
     place_M: Tensor | None,
     logits_MW: Tensor,
 ) -> tuple[Tensor, Tensor]:
@@ -648,11 +601,11 @@ def _divergence(
     Returns ([divergence, alpha, alpha_greedy], [3, M]; gradient [M, W]).
     """
     divergence = request.divergence
-    compared, alpha_greedy_M, at_logits = block.compare(place_M, logits_MW, step.draft_ids_W)
+    compared, alpha_greedy_M, at_logits = block.compare(place_M, logits_MW, draft.draft_ids_W)
     if divergence.name == "cross_entropy":  # alpha still compares with the target
         assert request.labels_N is not None
-        label_M = request.labels_N[step.target_row_M[rows_M]]
-        columns = draft_columns(label_M, step.draft_ids_W, logits_MW.shape[1])
+        label_M = request.labels_N[draft.target_row_M[rows]]
+        columns = draft_columns(label_M, draft.draft_ids_W, logits_MW.shape[1])
         # q is computed again, because for a top-k target, `compared` has only the kept ids and a
         # tail. The new q uses the same scratch memory, so from here on, only alpha may be read from
         # `compared`.
@@ -710,16 +663,14 @@ class _KernelChunk:
         """
         d, draft_ids_W, width = request.divergence, group.draft_ids_W, group.logits_MW.shape[1]
         place_M = torch.cat([part.place_M for part in group.parts])
-        scale_M = (
-            torch.cat([part.step.scale_M[part.rows_M] for part in group.parts]) / d.temperature
-        )
+        scale_M = torch.cat([part.step.scale_M[part.rows] for part in group.parts]) / d.temperature
         label_C = None
         if d.name == "cross_entropy":
             assert request.labels_N is not None
             label_C = _or_minus_one(
                 *draft_columns(request.labels_N[self.rows_C], draft_ids_W, width)
             )
-        inverse_cap = 1 / (group.parts[0].step.cap or math.inf)
+        inverse_cap = 1 / (group.parts[0].step.draft.cap or math.inf)
         if self.logits_CV is not None:
             kept_CW, sums_2C = self._select(draft_ids_W, d.temperature)
             values_3M = draft_rows(
@@ -754,7 +705,7 @@ class _KernelChunk:
                 inverse_cap,
             )
         for part, here in zip(group.parts, group.slices, strict=True):
-            part.step.values_3M[:, part.rows_M] = values_3M[:, here]
+            part.step.values_3M[:, part.rows] = values_3M[:, here]
 
     def _select(self, draft_ids_W: Tensor | None, temperature: float) -> tuple[Tensor, Tensor]:
         """Return (logits on the draft's ids, sums), as `target_rows` does.

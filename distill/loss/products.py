@@ -133,12 +133,12 @@ class Gradient:
         self.total = torch.empty_like(leaf)
         self.is_begun = False
 
-    def set_rows(self, rows_M: Tensor, value_MD: Tensor) -> None:
+    def set_rows(self, rows: slice, value_MD: Tensor) -> None:
         """Set the gradient of these rows; each row is set at most once."""
         if not self.is_begun:
             self.total.zero_()
         self.is_begun = True
-        self.total[rows_M] = value_MD.to(self.total.dtype)
+        self.total[rows] = value_MD.to(self.total.dtype)
 
     def add_product(self, scratch: Scratch, dz_WM: Tensor, hidden_MD: Tensor) -> None:
         """Compute total += dz @ hidden. The total's dtype may be wider or narrower than theirs."""

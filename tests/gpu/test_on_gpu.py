@@ -218,9 +218,9 @@ def test_the_kernels_equal_the_plain_form_in_float64(
     exact = make_exact(vocabulary=width)
     target = make_top_k(exact, k=32) if top_k else exact
     first = make_draft(range(17), vocabulary=width, draft_ids=draft_ids)
-    # other rows, in another order, one of them twice, and with the same head
+    # other rows, with the same head
     second = make_draft(
-        [9, 3, 5, 3], vocabulary=width, draft_ids=draft_ids, head=first.head_WD, seed=2
+        [3, 5, 9], vocabulary=width, draft_ids=draft_ids, head=first.head_WD, seed=2
     )
     divergence = Divergence(name=name, temperature=temperature)
     results, gradients = [], []

@@ -189,7 +189,7 @@ def test_fused_equals_the_plain_form_in_value_and_gradient(
 ) -> None:
     target = make_top_k(make_exact()) if top_k else make_exact()
     divergence = Divergence(name=name, temperature=temperature, beta=0.3, eta=2.0)
-    drafts = [make_draft([12, 3, 4, 16, 0, 9, 10, 3, 11], draft_ids=draft_ids)]
+    drafts = [make_draft([0, 3, 4, 9, 10, 11, 12, 16], draft_ids=draft_ids)]
     assert_fused_equals_plain(drafts, target, divergence)
 
 
@@ -201,8 +201,8 @@ def test_scaled_and_capped_logits_of_the_target_and_capped_ones_of_the_draft(
     exact = replace(make_exact(), rule=LogitRule(scale=0.5, cap=2.0))
     target = make_top_k(exact) if top_k else exact
     divergence = Divergence(name=name, temperature=temperature, beta=0.3, eta=2.0)
-    capped = replace(make_draft([12, 3, 4, 16, 0, 9, 10, 3, 11], draft_ids=draft_ids), cap=1.5)
-    free = make_draft([12, 3, 4], draft_ids=draft_ids, seed=5)
+    capped = replace(make_draft([0, 3, 4, 9, 10, 11, 12, 16], draft_ids=draft_ids), cap=1.5)
+    free = make_draft([3, 4, 12], draft_ids=draft_ids, seed=5)
     assert_fused_equals_plain([capped, free], target, divergence)
 
 
@@ -213,7 +213,7 @@ def test_scaled_and_capped_logits_of_the_target_and_capped_ones_of_the_draft(
 def test_gradcheck(name: str, top_k: bool, temperature: float, draft_ids: Tensor | None) -> None:
     target = make_top_k(make_exact()) if top_k else make_exact()
     divergence = Divergence(name=name, temperature=temperature, beta=0.3)
-    draft = make_draft([5, 1], draft_ids=draft_ids, hidden=2)
+    draft = make_draft([1, 5], draft_ids=draft_ids, hidden=2)
 
     def loss(hidden_MD: Tensor, head_WD: Tensor) -> Tensor:
         return fused_linear_divergence(
@@ -237,8 +237,8 @@ def test_steps_of_different_shifts_share_the_target_and_a_head(
     first = make_draft(range(10))
     shared = make_draft(range(1, 11), head=first.head_WD, seed=2)
     own = make_draft(range(2, 17, 2), draft_ids=DRAFT_IDS, seed=3)
-    repeated = make_draft([6] * 9, draft_ids=DRAFT_IDS, seed=4)
-    assert_fused_equals_plain([first, shared, own, repeated], target, Divergence(), chunk_tokens)
+    single = make_draft([6], draft_ids=DRAFT_IDS, seed=4)
+    assert_fused_equals_plain([first, shared, own, single], target, Divergence(), chunk_tokens)
 
 
 @pytest.mark.parametrize("name", ["forward_kl", "lk_hybrid", "cross_entropy"])
@@ -256,7 +256,7 @@ def test_a_low_rank_bias_is_part_of_the_logits(
     drafts = [
         make_draft(range(10), **shared, bias_head=bias_head),
         make_draft(range(1, 11), **shared, bias_head=bias_head, seed=2),
-        make_draft([6] * 3, **shared, seed=3),
+        make_draft([6], **shared, seed=3),
     ]
     result = assert_fused_equals_plain(drafts, target, Divergence(name=name), chunk_tokens)
     for draft, alpha_M in zip(drafts, result.alpha_SM, strict=True):
@@ -272,7 +272,7 @@ def test_blocks_within_a_chunk_change_nothing(
 ) -> None:
     monkeypatch.setattr(blocks, "BLOCK_ELEMENTS_CPU", 3 * 128)
     exact = make_exact(vocabulary=128)
-    drafts = [make_draft([12, 3, 4, 16, 0, 9, 10, 3, 11], vocabulary=128, draft_ids=draft_ids)]
+    drafts = [make_draft([0, 3, 4, 9, 10, 11, 12, 16], vocabulary=128, draft_ids=draft_ids)]
     target = make_top_k(exact) if top_k else exact
     result = assert_fused_equals_plain(drafts, target, Divergence(), chunk_tokens=8)
     log_p, log_q = plain_log_probs(drafts[0], target, 1.0)
@@ -318,7 +318,7 @@ def test_backward_twice_through_a_retained_graph_gives_the_same_gradient() -> No
 
 def test_the_sums_are_unweighted_and_by_step() -> None:
     target = make_exact()
-    drafts = [make_draft([3, 1, 2]), make_draft([5, 9], draft_ids=DRAFT_IDS)]
+    drafts = [make_draft([1, 2, 3]), make_draft([5, 9], draft_ids=DRAFT_IDS)]
     divergence = Divergence(name="reverse_kl")
     result = fused_linear_divergence(drafts, target, divergence, normaliser=7)
     for step, draft in enumerate(drafts):
@@ -366,7 +366,7 @@ def test_no_rows_give_zero_loss_and_zero_gradients(top_k: bool) -> None:
 
 
 def test_one_step_without_rows_leaves_the_other_alone() -> None:
-    assert_fused_equals_plain([make_draft([3, 1]), make_draft([])], make_exact(), Divergence())
+    assert_fused_equals_plain([make_draft([1, 3]), make_draft([])], make_exact(), Divergence())
 
 
 # -------------------------------------------------------------------------------------------------------------
@@ -563,7 +563,7 @@ def test_the_targets_logits_are_computed_once_for_all_steps(
     assert matmuls == 4
 
 
-def test_steps_with_one_head_share_its_products_and_each_row_is_gathered_once() -> None:
+def test_steps_with_one_head_share_its_products_and_no_row_is_gathered() -> None:
     target = make_exact(rows=20)
     first = make_draft(range(20))
     drafts = [
@@ -585,7 +585,7 @@ def test_steps_with_one_head_share_its_products_and_each_row_is_gathered_once() 
 
     with CountPasses():
         fused_linear_divergence(drafts, target, Divergence(), normaliser=1, chunk_tokens=5)
-    assert (additions, gathers) == (4, 4)  # chunks
+    assert (additions, gathers) == (4, 0)  # one product for each chunk
 
 
 def test_a_head_that_steps_share_is_converted_once() -> None:
