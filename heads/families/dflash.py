@@ -30,25 +30,26 @@ from torch.utils.checkpoint import checkpoint
 
 from redraft.files import speculators
 from redraft.files.folder import TRAINED_WITH, read_config
-from redraft.files.tensors import write_head
+from redraft.files.tensors import load_into, read_tensors, write_head
 from redraft.files.windows import (
     SECTION,
     beside_target,
     require_speculators,
+    trained_views,
     write_speculators,
     write_views,
 )
 from redraft.heads import options
 from redraft.heads.draft import Batch, DraftStep, TargetSignal, aux_streams, label_rows
-from redraft.heads.families.dflash_layouts import TRAINING_OPTIONS, load_head, read_options
+from redraft.heads.families.dflash_layouts import TRAINING_OPTIONS, read_options, translate
 from redraft.heads.nn.blocks import BlockMask, attend_blocks
 from redraft.heads.nn.layers import PreNormLayer, Projections, Rotary, norm, rotate
 from redraft.heads.nn.masks import check_mask_token, choose_rows
 from redraft.heads.nn.precision import product_dtype
 from redraft.heads.nn.shares import gather_keys, in_whole, most_of_ranks
-from redraft.heads.nn.vocabulary import check_ids, id_maps
+from redraft.heads.nn.vocabulary import check_ids, id_maps, read_ids
 from redraft.heads.shape import LlamaShape
-from redraft.heads.target import Target, aux_layers, layer_weights
+from redraft.heads.target import EMBEDDINGS, HEAD, Target, aux_layers, layer_weights
 
 ANCHORS_A_CHUNK = 64  # number of blocks in memory at once; the mask has ANCHORS_A_CHUNK * S rows
 
@@ -394,7 +395,22 @@ class DFlash(nn.Module):
             ValueError: a tensor is missing, unknown or has the wrong shape; the embeddings or the
                 head are not the target's; or the head attends in a way that is not supported here.
         """
-        return load_head(cls, cls._read, folder, target)
+        stored = read_config(folder)
+        # This raises an error with the cause, which transformers would truncate.
+        trained_views(stored, folder)
+        config = translate(stored, folder)
+        tensors = read_tensors(folder)
+        draft_ids_W = read_ids(tensors.pop("d2t", None), tensors.pop("t2d", None), folder)
+        head_WD = target.head_VD if draft_ids_W is None else target.head_VD[draft_ids_W]
+        target.drop_copy(tensors, EMBEDDINGS, target.embed_VD, folder)
+        target.drop_copy(tensors, HEAD, head_WD, folder)
+        # Read the shape as a Llama's: the query and key norms are in `Attention` above, not in the
+        # shape.
+        shape = LlamaShape.from_head_config({**config, "model_type": "llama"}, target.config)
+        own = cls._read(config, folder)
+        head = cls(own, target, draft_ids_W, replace(shape, head_dim=config["head_dim"]))
+        load_into(head, tensors, folder)
+        return head
 
     @staticmethod
     def _read(config: Mapping[str, Any], folder: Path) -> Config:

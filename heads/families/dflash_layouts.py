@@ -1,62 +1,23 @@
-"""Folders of DFlash and DSpark heads, in the layouts of vLLM and of the package `speculators`.
-
-V = target vocabulary, W = draft vocabulary, D = hidden."""
+"""Configs of DFlash and DSpark heads, in the layouts of vLLM and of the package `speculators`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
-
-from torch import Tensor, nn
+from typing import Any
 
 from redraft.files import speculators
-from redraft.files.folder import read_config, trained_with
-from redraft.files.tensors import load_into, read_tensors
+from redraft.files.folder import trained_with
 from redraft.files.windows import (
     SECTION,
     read_block_windows,
     require_trained_window,
     trained_views,
 )
-from redraft.heads.nn.vocabulary import read_ids
-from redraft.heads.shape import LlamaShape, read_layer_config
-from redraft.heads.target import EMBEDDINGS, HEAD, Target
+from redraft.heads.shape import read_layer_config
 
 # No engine reads this key. Exports keep it for further training.
 TRAINING_OPTIONS = ("num_anchors", "gamma")
-
-Head = TypeVar("Head", bound=nn.Module)
-
-
-def load_head(
-    make: Callable[[Any, Target, Tensor | None, LlamaShape], Head],
-    read: Callable[[Mapping[str, Any], Path], Any],
-    folder: Path,
-    target: Target,
-) -> Head:
-    """Load the head that `make` builds with the options in config.json.
-
-    It raises the same errors as `DFlash.load`.
-    """
-    stored = read_config(folder)
-    # This raises an error with the cause, which transformers would truncate.
-    trained_views(stored, folder)
-    config = translate(stored, folder)
-    tensors = read_tensors(folder)
-    draft_ids_W = read_ids(tensors.pop("d2t", None), tensors.pop("t2d", None), folder)
-    head_WD = target.head_VD if draft_ids_W is None else target.head_VD[draft_ids_W]
-    target.drop_copy(tensors, EMBEDDINGS, target.embed_VD, folder)
-    target.drop_copy(tensors, HEAD, head_WD, folder)
-    # Read the shape as a Llama's: the query and key norms are in DFlash's `Attention`, not in the
-    # shape.
-    shape = LlamaShape.from_head_config({**config, "model_type": "llama"}, target.config)
-    head = make(
-        read(config, folder), target, draft_ids_W, replace(shape, head_dim=config["head_dim"])
-    )
-    load_into(head, tensors, folder)
-    return head
 
 
 def translate(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:

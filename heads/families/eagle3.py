@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -352,17 +352,23 @@ class Eagle3(nn.Module):
         Raises:
             ValueError: a tensor, the pair of d2t and t2d, or the embeddings do not fit.
         """
-        checkpoint = read_checkpoint(folder, target)
-        options = cls._read(checkpoint.config, own_head="lm_head.weight" in checkpoint.tensors)
-        layers = checkpoint.config.get("transformer_layer_config", checkpoint.config)
+        config = read_config(folder)
+        # This raises an error with the cause, which transformers would truncate.
+        trained_views(config, folder)
+        tensors = {_our_name(name): tensor for name, tensor in read_tensors(folder).items()}
+        draft_ids_W = read_ids(tensors.pop("d2t", None), tensors.pop("t2d", None), folder)
+        target.drop_copy(tensors, EMBEDDINGS, target.embed_VD, folder)
+        options = cls._read(config, own_head="lm_head.weight" in tensors)
+        if not options.own_head:
+            tensors.pop("lm_head.weight", None)
+        layers = config.get("transformer_layer_config", config)
         num_layers = layers.get("num_hidden_layers", 1)
         windows = read_windows(layers, num_layers, folder)
-        require_trained_window(
-            windows["window"], trained_with(checkpoint.config).get("window"), folder
-        )
+        require_trained_window(windows["window"], trained_with(config).get("window"), folder)
         options = replace(options, num_layers=num_layers, **windows)
-        head = cls(options, target, checkpoint.draft_ids_W, checkpoint.shape)
-        checkpoint.load_into(head, folder)
+        shape = LlamaShape.from_head_config(layers, target.config)
+        head = cls(options, target, draft_ids_W, shape)
+        load_into(head, tensors, folder)
         return head
 
     @staticmethod
@@ -389,32 +395,18 @@ class Eagle3(nn.Module):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """The contents of an exported folder in this layout, from redraft or another trainer."""
-
-    config: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
-    """Tensors by name. The first layer is `midlayer`. Embeddings and vocabulary maps are not
-    included.
-    """
-    draft_ids_W: Tensor | None
-    shape: LlamaShape
-
-    def load_into(self, head: Eagle3, folder: Path) -> None:
-        """Copy the weights into `head`. Raises the same errors as `files.tensors.load_into`."""
-        unused = () if head.config.own_head else ("lm_head.weight",)
-        load_into(
-            head,
-            {name: tensor for name, tensor in self.tensors.items() if name not in unused},
-            folder,
-        )
+def _our_name(name: str) -> str:
+    """Return the name of a tensor in the module for its name in any trainer's checkpoint."""
+    # This is speculators' name for the first layer. vLLM renames it in the other direction.
+    name = name.replace("layers.0.", "midlayer.")
+    # SGLang and TensorRT-LLM use this name in all later layers.
+    return re.sub(r"^(layers\.\d+)\.hidden_norm\b", r"\1.input_layernorm", name)
 
 
 def _name_like(tensors: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
     """Rename the layers' tensors as in `names`, because trainers name them differently.
 
-    `read_checkpoint` reads all of these names.
+    `_our_name` reads all of these names.
     """
     renamed = {}
     for name, tensor in tensors.items():
@@ -423,28 +415,3 @@ def _name_like(tensors: Mapping[str, Tensor], names: Collection[str]) -> dict[st
         renamed[next((each for each in (name, first, later) if each in names), name)] = tensor
     return renamed
 
-
-def read_checkpoint(folder: Path, target: Target) -> Checkpoint:
-    """Read the weights and config from a folder.
-
-    Raises:
-        ValueError: d2t and t2d disagree, the embeddings are not the target's, or the windows cannot
-            be read.
-    """
-    config = read_config(folder)
-    # This raises an error with the cause, which transformers would truncate.
-    trained_views(config, folder)
-    tensors = read_tensors(folder)
-    # This is speculators' name for the layer. vLLM renames it in the other direction.
-    tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
-    # SGLang and TensorRT-LLM use this name in all later layers.
-    tensors = {
-        re.sub(r"^(layers\.\d+)\.hidden_norm\b", r"\1.input_layernorm", name): tensor
-        for name, tensor in tensors.items()
-    }
-    draft_ids_W = read_ids(tensors.pop("d2t", None), tensors.pop("t2d", None), folder)
-    target.drop_copy(tensors, EMBEDDINGS, target.embed_VD, folder)
-    shape = LlamaShape.from_head_config(
-        config.get("transformer_layer_config", config), target.config
-    )
-    return Checkpoint(config=config, tensors=tensors, draft_ids_W=draft_ids_W, shape=shape)
