@@ -6,7 +6,7 @@ The module uses only the standard library, because help texts and control planes
 torch.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from redraft.files.setting_error import SettingError, require_least
 from redraft.files.windows import View, make_views
@@ -117,6 +117,10 @@ class LayerMix(Windows, LayerSizes):
     """Normalise the concatenated streams before they are mixed (gpt-oss)."""
     fc_norm: bool = False
     """Normalise the stream of each target layer before they are mixed (EAGLE-3.1)."""
+    norm_before_residual: bool = False
+    """Add the first layer's output to the normed feature instead of the feature itself."""
+
+    norm_output = False  # only an option of EAGLE-3, because the other heads feed nothing back
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +129,6 @@ class Eagle3(Unrolled, LayerMix):
     """Number of layers in the draft. The first one reads the token's embedding in addition to the
     feature.
     """
-    norm_before_residual: bool = False
-    """Add the layer's output to the normed feature instead of the feature itself."""
     norm_output: bool = False
     """Feed back the feature after the final norm instead of before it (EAGLE-3.1)."""
     num_steps: int = 7
@@ -246,8 +248,6 @@ class PEagle(LayerMix):
     """
     min_share: float = 0.2
     """Minimum fraction of the first step's rows on which a step trains."""
-    norm_before_residual: bool = False
-    """Add the first layer's output to the normed feature instead of the feature itself."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -260,11 +260,6 @@ class PEagle(LayerMix):
                 "{keep_ratio} must be above 0 and at most 1, and {min_share} between 0 and 1"
             )
         self.require_reach(self.num_steps)
-
-    def as_eagle3(self) -> Eagle3:
-        """The same options for an EAGLE-3 head, which has the same layers."""
-        shared = ("num_steps", "norm_before_residual", *(field.name for field in fields(LayerMix)))
-        return Eagle3(**{name: getattr(self, name) for name in shared})
 
     @property
     def num_tokens(self) -> int:

@@ -153,9 +153,8 @@ class _Remembered:
 def _copy_head(head: Any, num_tokens: int) -> Any:
     shared = [value for value in vars(head).values() if torch.is_tensor(value)]
     copied = copy.deepcopy(head, {id(tensor): tensor for tensor in shared})
-    for name in ("config", "options"):  # P-EAGLE has its number of steps in `options`
-        if hasattr(getattr(copied, name, None), "num_steps"):
-            setattr(copied, name, dataclasses.replace(getattr(copied, name), num_steps=num_tokens))
+    if hasattr(copied.config, "num_steps"):
+        copied.config = dataclasses.replace(copied.config, num_steps=num_tokens)
     return copied
 
 

@@ -86,7 +86,7 @@ def adapt(
     starts: dict[Start, Config] = {"old": training.cfg}
     drafts: dict[Start, Any] = {"old": start(training)}
     if isinstance(cfg, HeadConfig):
-        check_num_tokens(cfg.prove.num_speculative_tokens, _options(drafts["old"]).num_tokens)
+        check_num_tokens(cfg.prove.num_speculative_tokens, drafts["old"].config.num_tokens)
     if (new := _new_start(training, old, drafts["old"])) is not None:
         starts["new"], drafts["new"] = new, start(training, new)
     training.folder.begin()
@@ -149,15 +149,6 @@ def _choose(run: Run, forecasts: Mapping[Start, Forecast | None]) -> Start:
     return chosen
 
 
-def _options(head: Any) -> Any:
-    """Return the options of a head.
-
-    A P-EAGLE head has them in `options`, because its `config` describes only its first layer, an
-    EAGLE-3 head.
-    """
-    return getattr(head, "options", head.config)
-
-
 def _new_start(training: Run, old: Path, loaded: Any) -> Config | None:
     """Return settings for a new start with the options of `old`.
 
@@ -165,7 +156,7 @@ def _new_start(training: Run, old: Path, loaded: Any) -> Config | None:
     """
     cfg = training.cfg
     if isinstance(cfg, HeadConfig):
-        new = replace(cfg, start_from=None, head=_options(loaded))
+        new = replace(cfg, start_from=None, head=loaded.config)
         try:
             refuse(training.family, new)
         except ValueError as error:

@@ -89,10 +89,11 @@ class Eagle3(nn.Module):
     recomputes = False
     max_tokens: int | None = None
     engine_output = 0
+    config: options.LayerMix
 
     def __init__(
         self,
-        config: Config,
+        config: options.LayerMix,
         target: Target,
         draft_ids_W: Tensor | None = None,
         shape: LlamaShape | None = None,

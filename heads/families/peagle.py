@@ -36,6 +36,7 @@ Config = options.PEagle
 class PEagle(Eagle3):
     family = "peagle"
     speculators_architecture = "PEagleSpeculator"
+    config: Config
 
     def __init__(
         self,
@@ -45,12 +46,12 @@ class PEagle(Eagle3):
         shape: LlamaShape | None = None,
     ) -> None:
         """Create an untrained head as `Eagle3` does. By default, the mask token is the last row."""
-        super().__init__(config.as_eagle3(), target, draft_ids_W, shape)
+        super().__init__(config, target, draft_ids_W, shape)
         check_mask_token(config.mask_token_id, len(target.embed_VD))
         self._mask_token_id = (
             len(target.embed_VD) - 1 if config.mask_token_id is None else config.mask_token_id
         )
-        self.options = replace(config, mask_token_id=self._mask_token_id)
+        self.config = replace(config, mask_token_id=self._mask_token_id)
         self.max_tokens = config.num_steps
         # It is as wide as the streams, not as a feature, because engines apply `fc` to it too.
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
@@ -62,7 +63,7 @@ class PEagle(Eagle3):
 
         In training, later steps have fewer rows (`keep_ratio`).
         """
-        num_tokens = min(num_steps or self.options.num_steps, self.options.num_steps)
+        num_tokens = min(num_steps or self.config.num_steps, self.config.num_steps)
         # A sample is enough for a gradient. A metric or a forecast needs every row.
         rows_BN = self._sample_rows(batch) if torch.is_grad_enabled() else None
         # One memory per layer. Every pass adds a step to all of them, so the order of passes
@@ -110,7 +111,7 @@ class PEagle(Eagle3):
         """
         # With the defaults 0.7 and 0.2, steps 1, 2, ... train 70, 49, 34, 24, 20, 20, 20% of the
         # labels.
-        share = max(self.options.keep_ratio**k, self.options.min_share)
+        share = max(self.config.keep_ratio**k, self.config.min_share)
         # Use float64, which rounds as Python's product two lines below does.
         count_B = (label_rows(batch, 2).sum(1).double() * share).long()
         rows_Bn = rows_BN[:, : max(int(rows_BN.shape[1] * share), 1)]
@@ -169,7 +170,7 @@ class PEagle(Eagle3):
     def _speculators_config(self, target_name: str, num_speculative_tokens: int) -> dict[str, Any]:
         config = super()._speculators_config(target_name, num_speculative_tokens)
         # vLLM's `update_peagle` copies the other options from the top level, but not `fc_norm`.
-        inner = {"fc_norm": self.options.fc_norm}
+        inner = {"fc_norm": self.config.fc_norm}
         return {
             **config,
             "mask_token_id": self._mask_token_id,
@@ -178,7 +179,7 @@ class PEagle(Eagle3):
 
     def _training(self) -> dict[str, Any]:
         kept = ("own_head", "num_steps", "keep_ratio", "min_share")
-        training = {name: value for name, value in asdict(self.options).items() if name in kept}
+        training = {name: value for name, value in asdict(self.config).items() if name in kept}
         recorded = super()._training()[TRAINED_WITH]
         return {
             "family": self.family,

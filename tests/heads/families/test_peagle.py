@@ -67,7 +67,7 @@ def draft_by_mask(
         if layer is head.midlayer:
             embed_ND = layer.input_layernorm(head._embed_VD[tokens])
             normed_ND = layer.hidden_norm(x_ND)
-            x_ND = normed_ND if head.options.norm_before_residual else x_ND
+            x_ND = normed_ND if head.config.norm_before_residual else x_ND
             normed_ND = torch.cat([embed_ND, normed_ND], -1)
         else:
             normed_ND = layer.input_layernorm(x_ND)
@@ -228,7 +228,7 @@ def test_a_checkpoint_of_another_trainer_loads(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert detect_family(tmp_path).name == "peagle"
     loaded = PEagle.load(tmp_path, Target.from_model(model))
-    assert loaded.options.mask_token_id == MASK
+    assert loaded.config.mask_token_id == MASK
     for name, tensor in head.state_dict().items():
         assert torch.equal(tensor, loaded.state_dict()[name]), name
 
