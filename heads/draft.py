@@ -272,12 +272,10 @@ class Draft(Protocol):
 
         None if there is no limit.
         """
-        ...
 
     @property
     def engine_output(self) -> int:
         """Return the index of the vLLM drafter output that equals `DraftStep.hidden_BTD`."""
-        ...
 
     def draft_steps(
         self, batch: Batch, signal: TargetSignal, num_steps: int | None = None
@@ -291,14 +289,12 @@ class Draft(Protocol):
             ValueError: the signal, which must include the streams after `aux_layer_ids`, is
                 incomplete for this draft.
         """
-        ...
 
     def feature(self, signal: TargetSignal) -> Tensor | None:
         """Return the input from the target in an engine's first pass, [B, T, D].
 
         Return None for a draft that has no such input.
         """
-        ...
 
     def export(
         self,
@@ -313,7 +309,6 @@ class Draft(Protocol):
         `dtype` defaults to the module's dtype. `weights` is the state dict gathered from all ranks,
         if they shard it. `like` is an earlier export, whose layout and additional files are kept.
         """
-        ...
 
     @staticmethod
     def load(folder: Path, target: Target) -> Draft:
@@ -322,7 +317,6 @@ class Draft(Protocol):
         Raises:
             ValueError: a tensor is missing, unknown or has the wrong shape.
         """
-        ...
 
     def to(self, *args: Any, **kwargs: Any) -> Any: ...
     def float(self) -> Any: ...

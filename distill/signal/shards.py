@@ -62,25 +62,21 @@ class Content(Protocol):
 
         Two contents with equal specs keep the same data.
         """
-        ...
 
     @property
     def bytes_per_row(self) -> int: ...
 
     def rows(self, batch: Batch) -> Tensor:
         """Mask of the rows to keep, bool [B, T]."""
-        ...
 
     def num_rows(self, sample: Sample) -> int:
         """Return an upper bound on the number of rows kept for a document."""
-        ...
 
     def select(self, signal: TargetSignal, rows_N: Tensor) -> dict[str, Tensor]:
         """Return the tensors to keep for these rows of the flattened batch.
 
         They are returned by name, each [N, ...], on the CPU.
         """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,22 +43,18 @@ class Rules(Protocol):
 
     def find_refused(self, pair: Pair) -> Iterator[Finding]:
         """Report the parts of a draft that the engine cannot compute from any form of folder."""
-        ...
 
     def find_misread(self, pair: Pair) -> Iterator[Finding]:
         """Report the parts of this folder that the engine interprets differently from training.
 
         `write` corrects them.
         """
-        ...
 
     def write(self, export: Export, folder: Path) -> None:
         """Write the draft's files for the engine into `folder`, which becomes `export.output`."""
-        ...
 
     def serve(self, export: Export) -> str:
         """Return the shell command that serves the target with `export.output`."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,6 @@ class Memory(Protocol):
 
     def attend(self, q_BHTE: Tensor, k_BGTE: Tensor, v_BGTE: Tensor, scale: float) -> Tensor:
         """Return softmax(scale * q k) v over each query's visible keys, [B, H, T, size of v]."""
-        ...
 
 
 class StepMemory:
