@@ -168,6 +168,16 @@ class TargetSignal:
     an `ExactTarget` already contains them.
     """
 
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors of the distribution, without the target's head, and of the streams."""
+        sent = self.distribution
+        found = (
+            [sent.hidden_BTD]
+            if isinstance(sent, ExactTarget)
+            else [sent.ids_BTK, sent.log_probs_BTK]
+        )
+        return found if self.aux_BTLD is None else [*found, self.aux_BTLD]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Bias:

@@ -125,7 +125,8 @@ def count_step(
         optimizers = make_step_optimizers(plan, draft)
         count.memory.hold(TARGET_WEIGHTS, [*model.parameters(), *model.buffers()])
         count.memory.hold(DRAFT_WEIGHTS, [*draft.parameters(), *draft.buffers()])
-        count.memory.hold(SIGNAL, _tensors(signal))
+        sent = [] if signal is None else signal.tensors()
+        count.memory.hold(SIGNAL, sent)
         # An optimizer creates its state in its first step. This moment is not counted, because it
         # occurs once per training run.
         _make_state(optimizers, trained, count, keep=plan.keeps_gradients)
@@ -136,7 +137,7 @@ def count_step(
             operations=count.operations,
             # Unary plus drops owners with 0 bytes.
             memory=+count.memory.peak,
-            signal_bytes=sum(x.numel() * x.element_size() for x in _tensors(signal)),
+            signal_bytes=sum(x.numel() * x.element_size() for x in sent),
         )
 
 
@@ -360,13 +361,3 @@ def _receive(plan: Plan, model: Any, draft: Any, batch: Batch) -> TargetSignal:
     )
     aux_BTLD = torch.randn(*shape, layers, hidden, dtype=plan.dtype) if layers else None
     return TargetSignal(distribution=exact, aux_BTLD=aux_BTLD)
-
-
-def _tensors(signal: TargetSignal | None) -> list[Tensor]:
-    if signal is None:
-        return []
-    sent = signal.distribution
-    given = (
-        [sent.hidden_BTD] if isinstance(sent, ExactTarget) else [sent.ids_BTK, sent.log_probs_BTK]
-    )
-    return given if signal.aux_BTLD is None else [*given, signal.aux_BTLD]

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-from redraft.heads.draft import Batch, ExactTarget, TargetSignal
+from redraft.heads.draft import Batch, TargetSignal
 
 
 class OneAhead:
@@ -82,13 +82,7 @@ class OneAhead:
 
     def _hand_over(self, signal: TargetSignal) -> None:
         """Keep the tensors' memory until the step's stream is done with them too."""
-        known = signal.distribution
-        tensors = (
-            [known.hidden_BTD]
-            if isinstance(known, ExactTarget)
-            else [known.ids_BTK, known.log_probs_BTK]
-        )
-        for tensor in [*tensors, *([] if signal.aux_BTLD is None else [signal.aux_BTLD])]:
+        for tensor in signal.tensors():
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
