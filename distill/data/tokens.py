@@ -13,7 +13,6 @@ tokens/3f2a.../                 the name is a hash of everything on which the to
   about.json                    origin, counts, held-out prompts
 """
 
-import hashlib
 import importlib.metadata
 import json
 import shutil
@@ -31,6 +30,7 @@ from numpy.typing import NDArray
 from redraft.distill.data.samples import Sample, SampleStats, data_hash
 from redraft.engine.prompts import Prompt
 from redraft.files.artifact import manifest, publish, require_sizes
+from redraft.files.kept import hash_key
 from redraft.files.lock import wait_for
 from redraft.files.target_folder import writes_date
 
@@ -123,7 +123,7 @@ def keep_tokens(root: Path, origin: Origin, make: Callable[[], Content], *, shar
     A `root` that is not `shared` belongs to a single run. Tokens for a different origin are then
     removed, and a printed line gives the reason.
     """
-    folder = root / hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()[:16]
+    folder = root / hash_key(origin)[:16]
     if _is_whole(folder):
         return folder
     others = (
@@ -229,12 +229,14 @@ def describe_tokenizer(tokenizer: Any, day: str) -> Origin:
     `day` is included only if the template writes the date.
     """
     return {
-        "the chat template": _digest([json.dumps(tokenizer.chat_template)]),
-        "the tokenizer": _digest(_spelling(tokenizer)),
+        "the chat template": hash_key(tokenizer.chat_template),
+        "the tokenizer": hash_key([*_spelling(tokenizer)]),
         "the date": day if writes_date(tokenizer) else None,
         # Any edit in this folder counts, even of a comment, because tokenising twice is better than
         # wrong tokens.
-        "redraft": _digest(path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))),
+        "redraft": hash_key(
+            [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))]
+        ),
         "the libraries": [
             f"{name} {importlib.metadata.version(name)}"
             for name in ("transformers", "tokenizers", "jinja2")
@@ -253,10 +255,3 @@ def _spelling(tokenizer: Any) -> Iterator[str]:
         )
     else:
         yield json.dumps(tokenizer.get_vocab(), sort_keys=True)
-
-
-def _digest(parts: Iterable[str]) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part.encode() + b"\0")
-    return digest.hexdigest()
