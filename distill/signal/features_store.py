@@ -228,8 +228,7 @@ class Storage:
         path = f"{self._folder}/{self._name(url)}"
         try:
             description = self._wait_for(path, url, wait_s)
-            with self._open(f"{path}.bin") as file:
-                crc = _read_rows(file, description, use)
+            self._pass_rows(path, description, use, url)
         except StatesLostError:
             raise
         except OSError as error:
@@ -238,10 +237,6 @@ class Storage:
             # Remove them after an error too, because a second request for the text gets a different
             # name.
             _remove(self._files, path)
-        if crc != description.crc32:
-            raise StatesLostError(
-                f"{url} is corrupt: its CRC-32 is {crc:08x}, not {description.crc32:08x}"
-            )
         return description
 
     def move(self, url: str, kept: Storage, token_ids: Sequence[int]) -> Description:
@@ -294,10 +289,7 @@ class Storage:
             return None
         except msgspec.DecodeError as error:
             raise StatesLostError(f"{path}.json is damaged: {error}") from None
-        with self._open(f"{path}.bin") as file:
-            crc = _read_rows(file, description, use)
-        if crc != description.crc32:
-            raise StatesLostError(f"{path}.bin is damaged: its CRC-32 differs")
+        self._pass_rows(path, description, use, f"{path}.bin")
         return description
 
     def forget(self, token_ids: Sequence[int]) -> None:
@@ -323,6 +315,37 @@ class Storage:
         if not isinstance(self._files, LocalFileSystem):
             return self._files.open(path, "rb", block_size=BLOCK_BYTES)
         return open_file(path)
+
+    def _pass_rows(self, path: str, description: Description, use: Use, name: str) -> None:
+        """Pass all rows of the states to `use`.
+
+        Raises:
+            StatesLostError: the CRC-32 of the rows differs from the description's.
+        """
+        # A read takes at most LONGEST_ROW bytes, because a row that is longer than a block is read
+        # as a separate block.
+        tokens = description.shape[0]
+        rows_per_block, crc = max(1, BLOCK_BYTES // description.row_bytes), 0
+        buffer = torch.empty(min(tokens, rows_per_block) * description.row_bytes, dtype=torch.uint8)
+        with self._open(f"{path}.bin") as file:
+            for first in range(0, tokens, rows_per_block):
+                num_rows = min(rows_per_block, tokens - first)
+                block = buffer[: num_rows * description.row_bytes]
+                if file.readinto(block.numpy().data) != len(block):
+                    raise OSError("the file is truncated")
+                crc = zlib.crc32(block.numpy().data, crc)
+                rows = block.view(description.stored_dtype).view(
+                    num_rows, *description.stored_shape
+                )
+                use(
+                    first,
+                    decode_float8(rows, torch.float32) if description.dtype == "float8" else rows,
+                    description.layers,
+                )
+        if crc != description.crc32:
+            raise StatesLostError(
+                f"{name} is corrupt: its CRC-32 is {crc:08x}, not {description.crc32:08x}"
+            )
 
     def _wait_for(self, path: str, url: str, wait_s: float) -> Description:
         deadline_s, pause_s = time.monotonic() + wait_s, FIRST_PAUSE_S
@@ -355,25 +378,3 @@ def _remove(storage: Any, path: str) -> None:
     for kind in ("json", "bin"):
         with suppress(FileNotFoundError, IsADirectoryError):
             storage.rm_file(f"{path}.{kind}")
-
-
-def _read_rows(file: Any, description: Description, use: Use) -> int:
-    """Pass all rows to `use`, and return their CRC-32."""
-    # A read takes at most LONGEST_ROW bytes, because a row that is longer than a block is read as a
-    # separate block.
-    tokens = description.shape[0]
-    rows_per_block, crc = max(1, BLOCK_BYTES // description.row_bytes), 0
-    buffer = torch.empty(min(tokens, rows_per_block) * description.row_bytes, dtype=torch.uint8)
-    for first in range(0, tokens, rows_per_block):
-        num_rows = min(rows_per_block, tokens - first)
-        block = buffer[: num_rows * description.row_bytes]
-        if file.readinto(block.numpy().data) != len(block):
-            raise OSError("the file is truncated")
-        crc = zlib.crc32(block.numpy().data, crc)
-        rows = block.view(description.stored_dtype).view(num_rows, *description.stored_shape)
-        use(
-            first,
-            decode_float8(rows, torch.float32) if description.dtype == "float8" else rows,
-            description.layers,
-        )
-    return crc
