@@ -382,18 +382,11 @@ def load_as_trained(pair: Pair, dtype: str) -> tuple[Draft, InProcessTarget | No
     The signal is None if the draft uses no signal from the target.
     """
     torch_dtype, device = getattr(torch, dtype), this_machine().device
-    if not pair.family.is_head:
-        whole = pair.family.load(
-            pair.draft, lambda: Target.from_folder(pair.target.folder), torch_dtype
-        )
-        return whole.to(device).eval(), None
-    model = load_causal_lm(pair.target, torch_dtype).to(device)
-    head = (
-        pair.family.load(pair.draft, lambda: Target.from_model(model), torch_dtype)
-        .to(device)
-        .eval()
-    )
-    return head, InProcessTarget(model, head.aux_layer_ids)
+    # A whole model is loaded without the target.
+    model = load_causal_lm(pair.target, torch_dtype).to(device) if pair.family.is_head else None
+    draft = pair.family.load(pair.draft, lambda: Target.from_model(model), torch_dtype)
+    draft = draft.to(device).eval()
+    return draft, None if model is None else InProcessTarget(model, draft.aux_layer_ids)
 
 
 def day_of_training(pair: Pair) -> datetime.date:
