@@ -30,7 +30,15 @@ from redraft.files.folder import TRAINED_WITH, read_config
 from redraft.files.tensors import cast, load_into, write_head
 from redraft.files.windows import target_window
 from redraft.heads import options
-from redraft.heads.draft import Batch, DraftStep, Dtype, TargetSignal, Weights, final_hidden
+from redraft.heads.draft import (
+    Batch,
+    DraftStep,
+    Dtype,
+    TargetSignal,
+    Weights,
+    aux_streams,
+    final_hidden,
+)
 from redraft.heads.families.mtp_folder import read_layer
 from redraft.heads.families.mtp_layouts import MEMORY_ATTENTION, detect_layout
 from redraft.heads.nn.attention import Memory
@@ -142,12 +150,7 @@ class Mtp(nn.Module):
         """Return the target's feature for step 0, [B, T, D]."""
         if self.layout.reads_normed:
             return final_hidden(signal)
-        if signal.aux_BTLD is None or signal.aux_BTLD.shape[2] != 1:
-            raise ValueError(
-                f"this MTP layer reads only the target's layer {self.aux_layer_ids[0]}: capture "
-                "that layer"
-            )
-        return signal.aux_BTLD[:, :, 0]
+        return aux_streams(signal, self.aux_layer_ids)[:, :, 0]
 
     def draft_steps(
         self, batch: Batch, signal: TargetSignal, num_steps: int | None = None
