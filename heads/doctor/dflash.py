@@ -81,9 +81,10 @@ def as_trained(pair: Pair) -> Iterator[Finding]:
     trained, _ = _section(pair, pair.trained_with)
     for key in SECTION_KEYS:
         if key in trained and section.get(key) is not None and section[key] != trained[key]:
+            counted = COUNTED.get(key)
+            hint = shared.off_by_one(section[key], trained[key], counted) if counted else ""
             yield Finding(
-                f"{key} is {section[key]}, but the head was trained with {trained[key]}"
-                + _off_by_one(key, section, trained),
+                f"{key} is {section[key]}, but the head was trained with {trained[key]}{hint}",
                 f'write "{key}": {str(trained[key]).lower()} into {place}',
             )
 
@@ -156,15 +157,6 @@ def _section(pair: Pair, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], 
     if not name or (name not in pair.config and LAYERS in pair.config):
         return config, "config.json"
     return config.get(name) or {}, name
-
-
-def _off_by_one(key: str, section: Mapping[str, Any], trained: Mapping[str, Any]) -> str:
-    if key not in COUNTED or len(section[key]) != len(trained[key]):
-        return ""
-    # DFlash counts layers from 0. EAGLE-3 and speculators count the streams between layers: layer 1
-    # is stream 2.
-    shifts = {served - was for served, was in zip(section[key], trained[key], strict=True)}
-    return f": off by one; {COUNTED[key]}" if shifts in ({1}, {-1}) else ""
 
 
 OF_BLOCKS: tuple[Check, ...] = (

@@ -57,7 +57,8 @@ def aux_layers(pair: Pair) -> Iterator[Finding]:
         given = "the engine uses" if top else "config.json lists none, and the engine uses"
         yield Finding(
             f"{given} aux layers {served}, but the head was trained on "
-            f"{trained}{_off_by(served, trained)}",
+            f"{trained}"
+            + shared.off_by_one(served, trained, "layer k is the residual stream after k layers"),
             _write_ids(trained),
         )
     yield from _number_of_aux_layers(pair, served)
@@ -90,16 +91,6 @@ def _nested_ids(pair: Pair) -> list[int] | None:
     return next(
         (list(section[AUX_LAYERS]) for section in sections if section and section.get(AUX_LAYERS)),
         None,
-    )
-
-
-def _off_by(served: Sequence[int], trained: Sequence[int]) -> str:
-    shifts = {s - t for s, t in zip(served, trained, strict=False)}
-    if len(served) != len(trained) or shifts not in ({1}, {-1}):
-        return ""
-    return (
-        f": off by one, too {'high' if shifts == {1} else 'low'}; layer k is the residual stream "
-        "after k layers"
     )
 
 

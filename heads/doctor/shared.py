@@ -7,7 +7,7 @@ V = vocabulary, D = hidden.
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -185,6 +185,18 @@ def tensors_fit_config(pair: Pair) -> Iterator[Finding]:
                 f"the {rows} rows of {name}",
                 f"write the {heads} and head_dim used in training into {_file(pair)}",
             )
+
+
+def off_by_one(served: Sequence[int], trained: Sequence[int], meaning: str) -> str:
+    """Return the end of a message about layers: whether all are too high or too low by one.
+
+    `meaning` states how they are counted: DFlash counts layers from 0, but EAGLE-3 and speculators count
+    the streams between layers, so that layer 1 is stream 2.
+    """
+    shifts = {s - t for s, t in zip(served, trained, strict=False)}
+    if len(served) != len(trained) or shifts not in ({1}, {-1}):
+        return ""
+    return f": off by one, too {'high' if shifts == {1} else 'low'}; {meaning}"
 
 
 def activation(pair: Pair) -> Iterator[Finding]:

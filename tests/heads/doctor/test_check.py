@@ -473,7 +473,7 @@ def test_a_dflash_head_of_another_target(
         ({"mask_token_id": None}, "no mask_token_id", '"mask_token_id"'),
         (
             {"aux_hidden_state_layer_ids": [0, 1, 3]},
-            r"\[1, 2, 4\].*\bone; k\b",
+            r"\[1, 2, 4\].*\bone\b.*; k\b",
             '"aux_hidden_state_layer_ids": [1, 2, 4]',
         ),
         ({"aux_hidden_state_layer_ids": [0, 2, 4]}, r"\b1 to 5\b", "1"),
