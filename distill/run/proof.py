@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from redraft.distill.data.samples import SampleStats
 from redraft.distill.doctor.label_probe import label_probe
 from redraft.distill.signal.sources import EndpointTarget
-from redraft.distill.train.loop import LoadedData, TrainingCost
+from redraft.distill.train.loop import TrainingCost
 from redraft.distill.train.run_config import Prove
 from redraft.distill.train.run_folder import RunFolder
 from redraft.engine.counts import describe_contexts
@@ -33,10 +33,7 @@ from redraft.engine.target_dtype import TargetDtype, default_target_dtype
 from redraft.eval.forecast.greedy import (
     Continuation,
     Forecast,
-    Keep,
-    SignalFunction,
     cut_continuation,
-    forecast,
     greedy_continuations,
 )
 from redraft.eval.forecast.stored import StoredForecast, store_forecast
@@ -50,9 +47,7 @@ from redraft.eval.serving.rounds import Plan, Results, keep_rounds, measure_serv
 from redraft.files.checkpoint import load_causal_lm
 from redraft.files.kept import compute_once
 from redraft.files.target_folder import TargetFolder
-from redraft.heads.draft import Draft
 from redraft.heads.family import Decoder
-from redraft.heads.target import LoadedTarget
 
 if TYPE_CHECKING:
     from redraft.distill.run.training_run import Run
@@ -63,79 +58,48 @@ DATA = ("conversations", "samples", "tokens", "labels", "labels_beyond", "share_
 """Fields of `SampleStats` in the report."""
 
 
-class Forecaster:
-    """Forecasts the acceptance of drafts on held-out prompts.
+def answer_prompts(run: Run) -> list[Continuation]:
+    """Return the target's greedy answers to the held-out prompts, on which drafts are forecast.
 
-    The target answers the prompts once, for all drafts.
+    They are kept, so the target answers the prompts once for all runs that share them.
     """
+    cfg, target, prompts, end_ids = run.cfg.prove, run.target, run.data.prompts, run.data.end_ids
+    key = [
+        target.files.fingerprint,
+        str(target.model.dtype),
+        cfg.max_tokens,
+        cfg.num_speculative_tokens,
+        end_ids,
+    ]
 
-    def __init__(
-        self,
-        cfg: Prove,
-        target: LoadedTarget,
-        signal: SignalFunction,
-        data: LoadedData,
-        run: RunFolder,
-        *,
-        is_head: bool = True,
-    ) -> None:
-        """Set up forecasts with the target's distribution `signal`, which `forecast` can replace."""
-        self.cfg, self.signal, self.is_head = cfg, signal, is_head
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        key = [
-            target.files.fingerprint,
-            str(target.model.dtype),
-            cfg.max_tokens,
-            cfg.num_speculative_tokens,
-            data.end_ids,
-        ]
-
-        def keep(
-            prompts: list[Prompt], compute: Callable[[], list[Continuation]]
-        ) -> list[Continuation]:
-            return compute_once(
-                cfg.reference or run.folder, "answers", [*key, prompts], list[Continuation], compute
-            )
-
-        self.continuations = self._answers(target.model, data.prompts, data.end_ids, keep)
-
-    def _answers(
-        self, target: Any, prompts: list[Prompt], end_ids: Sequence[int], keep: Keep
+    def keep(
+        prompts: list[Prompt], compute: Callable[[], list[Continuation]]
     ) -> list[Continuation]:
-        # A draft step at the last token of an answer still proposes up to this many tokens after
-        # it.
-        beyond = self.cfg.num_speculative_tokens - 1
-        if isinstance(self.signal, EndpointTarget):  # the target's weights are only on the server
-            greedy, length = self.signal.greedy, self.cfg.max_tokens + beyond
-            return keep(
-                prompts,
-                lambda: [
-                    cut_continuation(prompt, text, self.cfg.max_tokens, beyond, end_ids)
-                    for prompt, text in zip(
-                        prompts, greedy([p.token_ids for p in prompts], length), strict=True
-                    )
-                ],
-            )
-        return greedy_continuations(
-            target,
+        folder = cfg.reference or run.folder.folder
+        return compute_once(folder, "answers", [*key, prompts], list[Continuation], compute)
+
+    # A draft step at the last token of an answer still proposes up to this many tokens after it.
+    beyond = cfg.num_speculative_tokens - 1
+    if isinstance(run.signal, EndpointTarget):  # the target's weights are only on the server
+        greedy, length = run.signal.greedy, cfg.max_tokens + beyond
+        return keep(
             prompts,
-            max_tokens=self.cfg.max_tokens,
-            num_speculative_tokens=self.cfg.num_speculative_tokens,
-            end_ids=end_ids,
-            keep=keep,
-            is_head=self.is_head,
+            lambda: [
+                cut_continuation(prompt, text, cfg.max_tokens, beyond, end_ids)
+                for prompt, text in zip(
+                    prompts, greedy([p.token_ids for p in prompts], length), strict=True
+                )
+            ],
         )
-
-    def forecast(self, draft: nn.Module, signal: SignalFunction | None = None) -> Forecast:
-        """Return the draft's forecast.
-
-        For a draft with additional inputs from the target, `signal` replaces the usual signal.
-        """
-        draft.to(self.device).eval()
-        number = self.cfg.num_speculative_tokens
-        return forecast(
-            cast(Draft, draft), signal or self.signal, self.continuations, number, self.device
-        )
+    return greedy_continuations(
+        target.model,
+        prompts,
+        max_tokens=cfg.max_tokens,
+        num_speculative_tokens=cfg.num_speculative_tokens,
+        end_ids=end_ids,
+        keep=keep,
+        is_head=run.family.is_head,
+    )
 
 
 def describe_origin(run: Run) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from redraft.distill.run.inputs import (
 )
 from redraft.distill.run.proof import (
     EngineProof,
-    Forecaster,
+    answer_prompts,
     describe_origin,
     leave_gpu,
     prove_in_engine,
@@ -43,7 +43,7 @@ from redraft.distill.run.proof import (
 from redraft.distill.run.start import start
 from redraft.distill.signal.apart import padding_factor
 from redraft.distill.signal.sharded import leading
-from redraft.distill.signal.sources import InProcessTarget
+from redraft.distill.signal.sources import EndpointTarget, InProcessTarget
 from redraft.distill.train.loop import TrainingCost, make_accelerator, train
 from redraft.distill.train.row_ranks import require_shares
 from redraft.distill.train.run_config import HeadConfig, Loop, StandaloneConfig
@@ -53,7 +53,7 @@ from redraft.engine.hardware import Machine, launch_machine
 from redraft.engine.head_size import require_draft_heads
 from redraft.engine.server import require_runner
 from redraft.engine.target_dtype import open_target
-from redraft.eval.forecast.greedy import Forecast, SignalFunction
+from redraft.eval.forecast.greedy import Continuation, Forecast, SignalFunction, forecast
 from redraft.files.artifact import publish, publishing
 from redraft.files.checkpoint import model_class, refuse_quantised
 from redraft.files.folder import fetch_model, fingerprint, read_config, trained_with
@@ -191,16 +191,14 @@ class Run:
     # forecast
 
     @functools.cached_property
-    def forecaster(self) -> Forecaster:
-        signal = live_signal(self.cfg.signal, self.target, () if self.family.is_head else None)
-        return Forecaster(
-            self.cfg.prove,
-            self.target,
-            signal,
-            self.data,
-            self.folder,
-            is_head=self.family.is_head,
-        )
+    def signal(self) -> InProcessTarget | EndpointTarget:
+        """The target's distribution, without the streams that a head reads."""
+        return live_signal(self.cfg.signal, self.target, () if self.family.is_head else None)
+
+    @functools.cached_property
+    def answers(self) -> list[Continuation]:
+        """The target's answers to the held-out prompts."""
+        return answer_prompts(self)
 
     def forecast(self, draft: Any, start: Config | None = None) -> Forecast | None:
         """Forecast the draft's acceptance in the engine's dtype.
@@ -212,7 +210,10 @@ class Run:
         """
 
         def compute() -> Forecast:
-            return self.forecaster.forecast(*self._in_engine(draft))
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            answers, number = self.answers, self.cfg.prove.num_speculative_tokens
+            copied, signal = self._in_engine(draft)
+            return forecast(copied.to(device).eval(), signal, answers, number, device)
 
         found = None
         with leading(self.target.model) as leads:
@@ -243,13 +244,13 @@ class Run:
         asked = [start.prove.max_tokens, start.prove.num_speculative_tokens, self.data.prompts]
         return self.folder.folder, "start", [settings, self.folder.inputs, *asked]
 
-    def _in_engine(self, draft: Any) -> tuple[Any, SignalFunction | None]:
+    def _in_engine(self, draft: Any) -> tuple[Any, SignalFunction]:
         """Return a copy of a head in the engine's dtype, and the head's signal.
 
-        A standalone draft is returned unchanged, without a separate signal.
+        A standalone draft is returned unchanged, with the target's distribution.
         """
         if not self.family.is_head:
-            return draft, None
+            return draft, self.signal
         signal = live_signal(self.cfg.signal, self.target, draft.aux_layer_ids)
         return self._copy(draft).to(self.target.borrowed.head_VD.dtype), signal
 
