@@ -24,27 +24,12 @@ from redraft.files.windows import target_window
 from redraft.heads import options
 from redraft.heads.draft import Batch, DraftStep, Dtype, TargetSignal, Weights, final_hidden
 from redraft.heads.nn.attention import Memory
-from redraft.heads.nn.layers import Attention, GatedMLP, Rotary, norm
+from redraft.heads.nn.layers import Attention, PreNormLayer, Rotary
 from redraft.heads.nn.recurrent import unroll
 from redraft.heads.shape import LlamaShape
 from redraft.heads.target import EMBEDDINGS, HEAD, Target
 
 Config = options.Eagle1
-
-
-class Layer(nn.Module):
-    """A Llama layer without a norm before attention."""
-
-    def __init__(self, shape: LlamaShape) -> None:
-        super().__init__()
-        self.self_attn = Attention(shape, shape.hidden_size)
-        self.post_attention_layernorm = norm(shape)
-        self.mlp = GatedMLP(shape)
-
-    def forward(self, x_BTD: Tensor, cos_sin: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
-        x_BTD = x_BTD + self.self_attn(x_BTD, cos_sin, memory)
-        out: Tensor = x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
-        return out
 
 
 class Eagle1(nn.Module):
@@ -64,8 +49,10 @@ class Eagle1(nn.Module):
         self._windows = [target_window(target.config)]
         # There is no bias, because vLLM creates the layer without one.
         self.fc = nn.Linear(2 * self.shape.hidden_size, self.shape.hidden_size, bias=False)
+        layer = PreNormLayer(self.shape, Attention(self.shape, self.shape.hidden_size))
+        layer.input_layernorm = nn.Identity()  # there is no norm before attention
         # A list of one layer, because checkpoints name the tensors `layers.0`.
-        self.layers = nn.ModuleList([Layer(self.shape)])
+        self.layers = nn.ModuleList([layer])
 
     def step(
         self, ids_BT: Tensor, feature_BTD: Tensor, position_ids_BT: Tensor, memory: Memory

@@ -129,7 +129,7 @@ class PreNormLayer(nn.Module):
 
     def __init__(self, shape: LlamaShape, attention: nn.Module) -> None:
         super().__init__()
-        self.input_layernorm = norm(shape)
+        self.input_layernorm: nn.Module = norm(shape)
         self.self_attn = attention
         self.post_attention_layernorm = norm(shape)
         self.mlp = GatedMLP(shape)
