@@ -74,7 +74,9 @@ class Renderer:
         self.special = _any_of(special | set(tokenizer.all_special_tokens))
         self.ends = None if ends is None else tuple(tokenizer.convert_ids_to_tokens(sorted(ends)))
         self._end = _any_of(self.ends or ())
-        self._encode = PieceEncoder(tokenizer)
+        # Returns the token ids of rendered texts. No special tokens are added, because the template
+        # writes them itself.
+        self.tokenise = PieceEncoder(tokenizer)
 
     def __call__(
         self,
@@ -112,15 +114,8 @@ class Renderer:
             ) from error
         return text
 
-    def tokenise(self, texts: list[str]) -> list[list[int]]:
-        """Return the token ids of rendered texts.
-
-        No special tokens are added, because the template writes them itself.
-        """
-        return self._encode(texts)
-
     def batch(self) -> TurnBatch:
-        return TurnBatch(self._encode)
+        return TurnBatch(self.tokenise)
 
     def turns(
         self, conversation: Conversation, keep: Callable[[Turn], T]
