@@ -243,7 +243,9 @@ class Eagle3(nn.Module):
                 if value is not None and value.shape == own.shape:
                     own.copy_(value)
                 elif (
-                    value is not None and value.ndim == 2 and own.shape == (len(value), 2 * hidden)
+                    value is not None
+                    and value.shape[-1] == hidden
+                    and own.shape == (len(value), 2 * hidden)
                 ):
                     own[:, hidden:].copy_(value)
             # [0 ... 0 I]: g starts as the highest layer's stream.

@@ -172,6 +172,18 @@ def test_begun_from_the_last_layer_the_head_holds_that_layer() -> None:
     torch.testing.assert_close(head.feature(signal), signal.aux_BTLD[:, :, -1])
 
 
+def test_begun_from_a_layer_with_a_narrower_mlp_the_head_keeps_its_own_mlp() -> None:
+    model = make_target()
+    config = Config(aux_layer_ids=(1, 2, 4), intermediate_size=2 * HIDDEN)
+    head = Eagle3(config, Target.from_model(model))
+    random = head.midlayer.mlp.down_proj.weight.clone()
+    last = model.model.layers[-1]
+    head.init_from_layers([last], model.model.norm)
+    assert torch.equal(head.midlayer.mlp.down_proj.weight, random)
+    q_proj = head.midlayer.self_attn.q_proj
+    torch.testing.assert_close(q_proj.weight[:, HIDDEN:], last.self_attn.q_proj.weight)
+
+
 def other_layer(name: str) -> tuple[Any, Any]:
     """The last layer and the final norm of a tiny Gemma 3 or OLMo 2, with norms of random factors."""
     sizes = dict.fromkeys(("hidden_size", "intermediate_size"), HIDDEN) | dict.fromkeys(
