@@ -30,7 +30,7 @@ from redraft.distill.signal.features_store import (
 from redraft.distill.signal.sources import EndpointTarget, say_once
 from redraft.distill.signal.storage import DEFAULT_STORAGE, StatesFormat, StatesLostError
 from redraft.distill.signal.transfer import host_zeros
-from redraft.engine.running_server import require_part
+from redraft.engine.running_server import find_part, require_part
 from redraft.files.checkpoint import new_model
 from redraft.files.target_folder import TargetFolder
 from redraft.files.tensors import list_tensors, read_tensors
@@ -330,8 +330,7 @@ class EndpointHiddenStates(EndpointTarget):
         )
 
     def _read_url(self, answer: dict[str, Any], endpoint: Endpoint | Endpoints) -> str:
-        parameters = answer.get("kv_transfer_params")
-        url = parameters.get("hidden_states") if isinstance(parameters, dict) else None
+        url = find_part(answer, "kv_transfer_params", "hidden_states")
         if not isinstance(url, str):
             raise ValueError(
                 f"{endpoint.url} sends no hidden states: start it with `{SERVER_COMMAND}`"

@@ -30,6 +30,7 @@ from redraft.distill.data.rows import UnusableRowError
 from redraft.distill.data.sessions import TokenTurn, are_ids, fit_results, pack_turns, take_results
 from redraft.distill.signal.endpoint import Endpoint, RequestRefusedError
 from redraft.distill.signal.storage import StatesLostError
+from redraft.engine.running_server import find_part
 from redraft.files.artifact import naming
 from redraft.files.progress import Progress
 from redraft.files.replaced import PREVIOUS, drop_previous, keep_previous, undo_move
@@ -328,8 +329,7 @@ class _Regeneration:
         """
         if self.states is None:
             return ""
-        parameters = reply.get("kv_transfer_params")
-        url = parameters.get("hidden_states") if isinstance(parameters, dict) else None
+        url = find_part(reply, "kv_transfer_params", "hidden_states")
         if not isinstance(url, str):
             raise ConnectionError(
                 f"{self.endpoint.url} sends no hidden states: start it with `redraft "
