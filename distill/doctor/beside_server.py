@@ -19,6 +19,7 @@ from redraft.distill.doctor.in_engine import (
     EngineCheck,
     choose_dtype,
     find_prompts,
+    load_as_trained,
 )
 from redraft.distill.doctor.readings import find_better_readings
 from redraft.distill.signal.sources import InProcessTarget
@@ -29,11 +30,9 @@ from redraft.engine.running_server import CountedAnswer, RunningServer
 from redraft.eval.forecast.greedy import Continuation, forecast, generate_answers
 from redraft.eval.forecast.stored import StoredForecast
 from redraft.eval.parity.acceptance import find_dead, find_missed_forecast
-from redraft.files.checkpoint import load_causal_lm
 from redraft.files.progress import Progress
 from redraft.heads.doctor.pair import Finding, Pair
 from redraft.heads.draft import Batch, ExactTarget
-from redraft.heads.target import Target
 
 MIN_OWN_TEXT = 0.5
 """Minimum fraction of a server's greedy tokens that are the target's most probable ones. If the
@@ -84,14 +83,12 @@ def check_server(pair: Pair, check: ServerCheck, facts: dict[str, str]) -> Itera
     if not server.drafts_to_the_end:
         require_even_drafts(server.url, answers, num_tokens)
     dtype = asked.dtype or choose_dtype(pair, stored, machine, on_cpu=machine.device == "cpu")
-    model = load_causal_lm(pair.target, getattr(torch, dtype)).to(machine.device)
+    draft, signal = load_as_trained(pair, dtype, needs_target=True)
+    assert signal is not None
     texts = [
-        continue_text(model, prompt, answer, num_tokens)
+        continue_text(signal.model, prompt, answer, num_tokens)
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
-    draft = pair.family.load(pair.draft, lambda: Target.from_model(model), getattr(torch, dtype))
-    draft = draft.to(machine.device).eval()
-    signal = InProcessTarget(model, draft.aux_layer_ids)
     told = forecast(
         draft,
         signal,

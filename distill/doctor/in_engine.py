@@ -376,14 +376,17 @@ def ask_fallback(
     )
 
 
-def load_as_trained(pair: Pair, dtype: str) -> tuple[Draft, InProcessTarget | None]:
+def load_as_trained(
+    pair: Pair, dtype: str, *, needs_target: bool = False
+) -> tuple[Draft, InProcessTarget | None]:
     """Return (the draft as the module used in training, the target's signal).
 
-    The signal is None if the draft uses no signal from the target.
+    The signal is None if the draft uses no signal from the target, unless `needs_target` is set.
     """
     torch_dtype, device = getattr(torch, dtype), this_machine().device
-    # A whole model is loaded without the target.
-    model = load_causal_lm(pair.target, torch_dtype).to(device) if pair.family.is_head else None
+    # A whole model can be loaded without the target.
+    reads_target = needs_target or pair.family.is_head
+    model = load_causal_lm(pair.target, torch_dtype).to(device) if reads_target else None
     draft = pair.family.load(pair.draft, lambda: Target.from_model(model), torch_dtype)
     draft = draft.to(device).eval()
     return draft, None if model is None else InProcessTarget(model, draft.aux_layer_ids)
