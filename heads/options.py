@@ -6,7 +6,9 @@ The module uses only the standard library, because help texts and control planes
 torch.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 from redraft.files.setting_error import SettingError, require_least
 from redraft.files.windows import View, make_views
@@ -21,6 +23,15 @@ class Options:
             if isinstance(value, int | float):
                 is_size = type(value) is int and not name.endswith("_id")
                 require_least(self, **{name: 1 if is_size else 0})
+
+
+def read_record(kind: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of this class that the `redraft` section of an exported config.json records.
+
+    Empty for a head from another trainer, which does not record how it was trained.
+    """
+    known = {field.name for field in fields(kind)}
+    return {name: value for name, value in config.get("redraft", {}).items() if name in known}
 
 
 @dataclass(frozen=True, kw_only=True)

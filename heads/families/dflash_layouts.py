@@ -14,6 +14,7 @@ from redraft.files.windows import (
     require_trained_window,
     trained_views,
 )
+from redraft.heads.options import DFlash, read_record
 from redraft.heads.shape import read_layer_config
 
 # No engine reads this key. Exports keep it for further training.
@@ -63,10 +64,6 @@ def read_options(
         raise ValueError(f"{folder}: hidden_act is {act}, but only silu is supported, as in vLLM")
     windows = read_block_windows(config, folder)
     require_trained_window(windows["window"], trained_with(config).get("window"), folder)
-    # Other trainers do not record how the head was trained.
-    known = {
-        name: value for name, value in config.get("redraft", {}).items() if name in TRAINING_OPTIONS
-    }
     return {
         "aux_layer_ids": tuple(layer + 1 for layer in section["target_layer_ids"]),
         "num_layers": config["num_hidden_layers"],
@@ -74,5 +71,5 @@ def read_options(
         "block_size": config.get("block_size") or (config.get(SECTION) or {})["block_size"],
         "mask_token_id": section["mask_token_id"],
         **windows,
-        **known,
+        **read_record(DFlash, config),
     }

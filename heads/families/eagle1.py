@@ -122,13 +122,8 @@ class Eagle1(nn.Module):
             ValueError: a tensor does not fit, or a copy differs from the target's.
         """
         config = read_config(folder)
-        known = {field.name for field in fields(Config)}
-        training = {
-            name: value for name, value in config.get("redraft", {}).items() if name in known
-        }
-        head = Eagle1(
-            Config(**training), target, LlamaShape.from_head_config(config, target.config)
-        )
+        recorded = Config(**options.read_record(Config, config))
+        head = Eagle1(recorded, target, LlamaShape.from_head_config(config, target.config))
         tensors = read_tensors(folder)
         if "fc.bias" in tensors and not tensors["fc.bias"].any():
             del tensors["fc.bias"]  # SGLang requires a bias, and a bias of zero changes nothing

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -377,10 +377,6 @@ class Eagle3(nn.Module):
     @staticmethod
     def _read(config: Mapping[str, Any], *, own_head: bool) -> Any:
         """Read a checkpoint's options: architecture (engine's keys), training (redraft's keys)."""
-        known = {field.name for field in fields(Config)}
-        training = {
-            name: value for name, value in config.get("redraft", {}).items() if name in known
-        }
         is_speculators = config.get(speculators.MARK) == "eagle3"
         nested = config.get(SECTION) or {}
         ids = config.get(AUX_LAYERS) or nested_layers(config)
@@ -394,7 +390,7 @@ class Eagle3(nn.Module):
             norm_output=config.get("norm_output", False),
             # redraft's own record decides, because a reduced vocabulary puts even a frozen head
             # into the file.
-            **{"own_head": own_head, **training},
+            **{"own_head": own_head, **options.read_record(Config, config)},
         )
 
 
@@ -417,4 +413,3 @@ def _name_like(tensors: Mapping[str, Tensor], names: Collection[str]) -> dict[st
         later = re.sub(r"^(layers\.\d+)\.input_layernorm\b", r"\1.hidden_norm", name)
         renamed[next((each for each in (name, first, later) if each in names), name)] = tensor
     return renamed
-

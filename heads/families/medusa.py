@@ -156,5 +156,5 @@ def _read(config: Mapping[str, Any]) -> Config:
         # This is vLLM's default. Without the key, vLLM drops the biases of a checkpoint, so such a
         # checkpoint is refused here.
         bias=config.get("medusa_fc_bias", False),
-        step_decay=config.get("redraft", {}).get("step_decay", Config.step_decay),
+        **options.read_record(Config, config),
     )

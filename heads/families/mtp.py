@@ -228,12 +228,8 @@ class Mtp(nn.Module):
         Raises:
             ValueError: there is no such layer, or a tensor is missing or has the wrong shape.
         """
-        training = read_config(folder).get("redraft", {})
         # A target may have been converted to make room for the layer. The converted config is here.
         target = replace(target, config=load_text_config(folder))
-        head = Mtp(
-            Config(**{k: v for k, v in training.items() if k not in ("family", TRAINED_WITH)}),
-            target,
-        )
+        head = Mtp(Config(**options.read_record(Config, read_config(folder))), target)
         load_into(head, read_layer(folder, head.layout, target.config.num_hidden_layers), folder)
         return head

@@ -190,10 +190,6 @@ class PEagle(Eagle3):
     @staticmethod
     def _read(config: Mapping[str, Any], *, own_head: bool) -> Config:
         """Read a checkpoint's options: architecture (engine's keys), training (redraft's keys)."""
-        known = asdict(Config())
-        training = {
-            name: value for name, value in config.get("redraft", {}).items() if name in known
-        }
         return Config(
             aux_layer_ids=tuple(config.get("eagle_aux_hidden_state_layer_ids") or ()),
             mask_token_id=config.get("mask_token_id", config.get("pard_token")),
@@ -202,5 +198,5 @@ class PEagle(Eagle3):
             norm_before_residual=config.get("norm_before_residual", False),
             norm_before_fc=config.get("norm_before_fc", False),
             fc_norm=config.get("fc_norm", False),
-            **{"own_head": own_head, **training},
+            **{"own_head": own_head, **options.read_record(Config, config)},
         )
