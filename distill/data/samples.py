@@ -16,7 +16,7 @@ import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -103,13 +103,10 @@ class SampleStats:
     """Number of refused conversations, by the first line of the error."""
 
     def add(self, other: SampleStats) -> None:
-        for name in COUNTS:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.refused_answers += other.refused_answers
-        self.arguments += other.arguments
-        self.ends += other.ends
-        self.refusals += other.refusals
-        self.examples = other.examples | self.examples
+        for name, theirs in vars(other).items():
+            mine = getattr(self, name)
+            # All other values are numbers or counters. The first example of a reason is kept.
+            setattr(self, name, theirs | mine if name == "examples" else mine + theirs)
 
     def add_sample(self, sample: Sample) -> None:
         self.samples += 1
@@ -169,9 +166,6 @@ class SampleStats:
         )
         exact = [f"{self.exact:,} answers use the server's token ids"] if self.exact else []
         return "; ".join([f"{size} ({self.labels:,} labels)", *exact, *self.losses()])
-
-
-COUNTS = [counted.name for counted in fields(SampleStats) if counted.type == "int"]
 
 
 def build_samples(
