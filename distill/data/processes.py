@@ -1,7 +1,5 @@
 """Run chunks of work in processes; each process creates its tool once."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -8,8 +8,6 @@ divergence   on a CPU, the operations on a block of logits (`distill.loss.compil
 unchanged    attention over ranges of keys, embeddings, the optimizer
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

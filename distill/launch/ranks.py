@@ -6,8 +6,6 @@ accelerate launch, torchrun ──► rank 0, 1, ...     `make_accelerator` of `
         killed? the kernel kills these ──┘
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Settings of the training loss. The module does not import torch, so settings load fast."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

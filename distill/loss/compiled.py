@@ -8,8 +8,6 @@ The operations of `distill.loss.blocks` make a dozen passes over [M, W], and eac
 use all cores well. Compiled, they need only four passes.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

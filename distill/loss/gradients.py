@@ -10,8 +10,6 @@ form in which no large terms cancel. Autograd would make a dozen more passes ove
 memory, the functions may overwrite q and log q, but not p and log p, which other draft steps share.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import NamedTuple

@@ -9,8 +9,6 @@ vocabulary, where q = 0. alpha counts this mass as certain rejection; p is never
 M = rows, W = draft vocabulary, K = kept top-k ids.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

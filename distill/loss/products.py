@@ -9,8 +9,6 @@ bfloat16 units. On such CPUs, the products run in float32. A bfloat16 head is th
 tile within each product, because a copy of the whole head would take twice the head's memory.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable, Iterator

@@ -9,8 +9,6 @@ Because they are operations, they run under `torch.compile`, and `redraft plan` 
 a GPU. On a CPU, they run only in Triton's interpreter, for tests.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 from typing import Any

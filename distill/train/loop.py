@@ -3,8 +3,6 @@
 It takes steps, logs, evaluates on held-out text, writes checkpoints, and resumes after a kill.
 """
 
-from __future__ import annotations
-
 import datetime
 import netrc
 import os

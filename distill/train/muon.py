@@ -8,8 +8,6 @@ from each label. Vectors, embeddings and output heads, with a row for each token
 R = rows, C = columns of a matrix.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any

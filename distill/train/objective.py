@@ -3,8 +3,6 @@
 B = batch, T = tokens, D = hidden, V = target vocabulary, K = kept top-k ids, S = draft steps,
 M = labelled rows of a draft step, N = rows of the target."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Settings of the optimizer. The module does not import torch, so settings load fast."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

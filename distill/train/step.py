@@ -2,8 +2,6 @@
 
 S = draft steps, N = micro-batches."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -11,8 +11,6 @@ Within `without_code`, all three build only tensors, numbers and the classes lis
 everything else.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import re

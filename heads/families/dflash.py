@@ -14,8 +14,6 @@ B = batch, T = tokens, A = anchors per row, S = slots per block, L = aux layers,
 draft vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Configs of DFlash and DSpark heads, in the layouts of vLLM and of the package `speculators`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

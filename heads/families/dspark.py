@@ -17,8 +17,6 @@ B = batch, T = tokens, K = draft tokens, R = rank of the bias, D = hidden, V = t
 = draft vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -13,8 +13,6 @@ previous layer's output.
 B = batch, T = tokens, L = aux layers, D = hidden, V = target vocabulary, W = draft vocabulary.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """Target folders with an MTP layer: read the layer, write it back, or make room for one."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Mapping

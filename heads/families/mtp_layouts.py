@@ -9,8 +9,6 @@ In all of them, the output of the layer's final norm is fed back, and is the inp
 output head.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -11,8 +11,6 @@ tokens are reached less often ("conditional on distribution" sampling).
 B = batch, T = tokens, N = rows of a step, L = aux layers, D = hidden.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, cast

@@ -12,8 +12,6 @@ repeat the key heads.
 B = batch, T = tokens, H = query heads, E = head size.
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

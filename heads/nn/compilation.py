@@ -1,7 +1,5 @@
 """`torch.compile` on CPUs that may share a cache of compiled code with a different processor."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -6,8 +6,6 @@ Records use the same bytes (`online.records.states` decodes them without torch).
 SCALE_BYTES.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 B = batch, T = tokens, N = chosen rows.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The dtype of matrix products under autocast."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -12,8 +12,6 @@ feeds these drafts too.
 B = batch, T = tokens, N = rejected drafts, D = hidden, V = target vocabulary, W = draft vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

@@ -14,8 +14,6 @@ B = batch, T = rows of the whole batch, t = rows here, n = rows of a piece, h = 
 R = ranks, H = heads, E = head size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

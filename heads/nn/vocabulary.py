@@ -5,8 +5,6 @@ The module defines which of the target's ids a head proposes, and how a checkpoi
 V = target vocabulary, W = draft vocabulary.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
