@@ -74,7 +74,7 @@ class Judge:
     def score_since(self, version: str, after: int) -> tuple[int, list[Row]]:
         """A version's scores on the held-out records after sequence number `after`.
 
-        Returns (newest record, one row per request). There are no rows if fewer than
+        Returns (newest record, one row per conversation). There are no rows if fewer than
         `gate.min_requests` such records exist, or if the version cannot be read.
         """
         seqs = self.select_requests()
@@ -199,7 +199,7 @@ class Judge:
         scores = {}
         for stored in self.buffer.read(seqs):
             self.candidate.pause()
-            scores[stored.seq] = score_segment(
+            request, scored = score_segment(
                 draft,
                 stored.record,
                 num_speculative_tokens=judging.num_speculative_tokens,
@@ -208,6 +208,7 @@ class Judge:
                 reads=reads,
                 needed_states=needed_states,
             )
+            scores[stored.seq] = stored.conversation or request, scored
         return scores
 
 
@@ -230,10 +231,11 @@ def choose_judging(latest: Judging, servers: Counter[Drafting]) -> tuple[Judging
 
 
 def count_served(records: Iterable[Stored], version: str) -> dict[Request, AcceptanceCounts]:
-    """Return the engine's acceptance of this version's drafts, by request."""
+    """Return the engine's acceptance of this version's drafts, by conversation."""
     counts: dict[Request, AcceptanceCounts] = {}
-    for record in (stored.record for stored in records):
+    for stored in records:
+        record = stored.record
         if record.draft_version == version:
-            key = (record.server_id, record.request_id)
+            key = stored.conversation or (record.server_id, record.request_id)
             counts[key] = counts.get(key, AcceptanceCounts.zero()) + count_acceptance(record)
     return counts

@@ -6,13 +6,19 @@ while it runs.
 
 from __future__ import annotations
 
+import datetime
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import jinja2
+import numpy as np
+
+from redraft.distill.data.rendering import Renderer
+from redraft.distill.data.turns import QUESTION
 from redraft.files.artifact import is_full
 from redraft.files.checkpoint import load_tokenizer
 from redraft.files.folder import read_config, read_quantization, text_sections
@@ -28,6 +34,7 @@ from redraft.online.daemon.config import LearnerConfig
 from redraft.online.fleet.registry import Registry, copy_model, read_id
 from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.candidate import read_hidden_shape
+from redraft.online.learning.prompt_key import NO_HEADERS, Headers
 from redraft.online.records.record import name_base
 from redraft.online.records.spool import emptying
 
@@ -81,15 +88,44 @@ def _open(cfg: LearnerConfig, stack: ExitStack) -> tuple[str, Registry, Buffer]:
     stack.enter_context(emptying(cfg.spool))
     target = TargetFolder.open(cfg.target)
     provide_first_version(cfg, registry, target)
+    headers = NO_HEADERS
+    with suppress(OSError, ValueError):  # the target has no tokenizer, or no valid template
+        headers = find_headers(target.tokenizer)
     return (
         target.fingerprint,
         registry,
-        stack.enter_context(open_buffer(cfg, registry, target.fingerprint)),
+        stack.enter_context(open_buffer(cfg, registry, target.fingerprint, headers)),
     )
 
 
-def open_buffer(cfg: LearnerConfig, registry: Registry, target_fingerprint: str) -> Buffer:
+def find_headers(tokenizer: Any) -> Headers:
+    """Return the tokens with which this tokenizer's chat template ends a prompt.
+
+    Raises:
+        ValueError: the template is not valid.
+    """
+    marks, found = frozenset(tokenizer.added_tokens_decoder), set[bytes]()
+    render = Renderer(tokenizer, {}, datetime.date(2000, 1, 1))
+    if tokenizer.chat_template is not None and (form := render.reasoning_form):
+        for arguments in render.arguments:
+            with suppress(jinja2.TemplateError):  # a template may refuse arguments
+                prompt = render(QUESTION, prompt=True, arguments=arguments)
+                before = prompt.removesuffix(form.trailing_tags(prompt))
+                ids, whole = render.tokenise([before, prompt])
+                if whole[: len(ids)] == ids:
+                    found.add(np.array(whole[len(ids) :], "<i4").tobytes())
+    return Headers(marks=marks, tags=frozenset(found - {b""}))
+
+
+def open_buffer(
+    cfg: LearnerConfig,
+    registry: Registry,
+    target_fingerprint: str,
+    headers: Headers = NO_HEADERS,
+) -> Buffer:
     """Open the learner's buffer, which accepts records that the current version can learn from.
+
+    `headers` is needed only if records will be added.
 
     Raises:
         ValueError: if drafts of this family cannot learn online.
@@ -105,7 +141,7 @@ def open_buffer(cfg: LearnerConfig, registry: Registry, target_fingerprint: str)
         needed = 0 if states is None else family.needed_states(read_config(version))
     known = frozenset(cfg.judging.domains)
     base = name_base(target_fingerprint, cfg.draft.adapter)
-    return Buffer(cfg.buffer_config, base, states, known, needed)
+    return Buffer(cfg.buffer_config, base, states, known, needed, headers)
 
 
 def provide_first_version(cfg: LearnerConfig, registry: Registry, target: TargetFolder) -> None:

@@ -7,8 +7,9 @@ training.
                                      └────────────┬─────────────┘
                     fresh(after)   replay(through)   read(select_held_out())   commit_trained(checkpoint, through)
 
-A keyed hash of the prompt decides whether a record is trained on or held out (`prompt_key`). No
-tenant exceeds its share of the records for replay or evaluation (`evidence`).
+A keyed hash of the first prompt of its conversation decides whether a record is trained on or held
+out (`prompt_key`, `conversations`). No tenant exceeds its share of the records for replay or
+evaluation (`evidence`).
 
 Every record gets a sequence number, which is never reused. The learner trains on records in this
 order, and commits the number it has reached together with a checkpoint's name. After a crash, it
@@ -46,6 +47,7 @@ from redraft.online.learning.buffer_file import (
     named_disk_full,
 )
 from redraft.online.learning.config import BufferConfig, Replay
+from redraft.online.learning.conversations import Conversations
 from redraft.online.learning.cursor import Commit, Cursor
 from redraft.online.learning.evidence import (
     EvidenceLimits,
@@ -54,6 +56,7 @@ from redraft.online.learning.evidence import (
     name_domains,
 )
 from redraft.online.learning.penalties import is_undecided
+from redraft.online.learning.prompt_key import NO_HEADERS, Headers, is_held_out
 from redraft.online.learning.quarantine import Quarantine
 from redraft.online.learning.rolling_files import RollingFiles
 from redraft.online.learning.segments import Frames, Segments, Text
@@ -73,6 +76,8 @@ deletion, because a server's clock may be ahead, and answers may have been in pr
 class Stored:
     seq: int
     record: Record
+    conversation: int = 0
+    """Hash of the conversation's first prompt; 0 if it is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +121,7 @@ class Buffer(AbstractContextManager["Buffer"]):
         hidden_shape: tuple[int, int] | None = None,
         known_domains: frozenset[str] = frozenset(),
         needed_states: int = 0,
+        headers: Headers = NO_HEADERS,
     ) -> None:
         """Open the buffer.
 
@@ -129,6 +135,8 @@ class Buffer(AbstractContextManager["Buffer"]):
                 (`name_domains`).
             needed_states: Number of states before a row that the draft's windows read
                 (`Family.needed_states`). Records with rows that have fewer are counted.
+            headers: The ends of the target's prompts, by which later turns of a conversation are
+                recognised (`PromptKey.hash_earlier`).
 
         Raises:
             AlreadyOwnedError: another process has the folder open.
@@ -137,6 +145,7 @@ class Buffer(AbstractContextManager["Buffer"]):
         self.config = config
         self.target_fingerprint, self.hidden_shape = target_fingerprint, hidden_shape
         self.known_domains, self.needed_states = known_domains, needed_states
+        self.headers = headers
         self.counts: Counter[str] = Counter()
         # One message each; the code that reports them may clear the list.
         self.damage: list[str] = []
@@ -176,6 +185,7 @@ class Buffer(AbstractContextManager["Buffer"]):
                 through = max((trained.through for trained in self.commits()), default=0)
                 self._next_seq = 1 + max(self._files.last_number(), through)
                 self._key = self._files.open_key(self._next_seq - 1)
+                self._conversations = Conversations(self._files.index())
             self._opened = opened.pop_all()
 
     def __exit__(self, *_: object) -> None:
@@ -207,6 +217,9 @@ class Buffer(AbstractContextManager["Buffer"]):
             self.expire(now_s)
             known = set[str]().union(*self._files.each(lambda file: file.find_known(ids)))
             forgotten = self._cursor.forgotten
+            # The prompts of records that were deleted, or could not be stored, are forgotten.
+            if self._conversations.num_records != len(index := self._files.index()):
+                self._conversations = Conversations(index)
             counts = Counter[str]()
             rows: list[tuple[int, Row, bytes]] = []
             # Segments are joined first, because the key hashes the whole prompt, which later
@@ -233,6 +246,7 @@ class Buffer(AbstractContextManager["Buffer"]):
                     counts["unknown_penalty"] += 1
                 else:
                     known.add(record.record_id)  # one batch may contain a record twice
+                    self._conversations.add(row.prompt, row.conversation, row.tenant)
                     rows.append((self._next_seq + len(rows), row, frame))
                     is_foreign = record.base != self.target_fingerprint
                     counts["foreign" if is_foreign else "stored"] += 1
@@ -324,16 +338,16 @@ class Buffer(AbstractContextManager["Buffer"]):
     def select_held_out(self, per_domain: int, **limits: Any) -> list[int]:
         """Return the sequence numbers of the newest held-out requests in every domain.
 
-        A domain without recent traffic is included too. Each prompt counts once, and no tenant has
-        more than `tenant_share` of the requests. `limits` are other fields of EvidenceLimits.
+        A domain without recent traffic is included too. Each conversation counts once, and no
+        tenant has more than `tenant_share` of them. `limits` are other fields of EvidenceLimits.
         """
         with self._lock:
             index = self._usable()
-        # After a change of `held_out_fraction`, a prompt may be both trained on and held out, and
-        # then counts as trained on.
-        held_out = index[
-            index["held_out"] & ~np.isin(index["prompt"], index["prompt"][~index["held_out"]])
-        ]
+        # After a change of `held_out_fraction`, a prompt or a conversation may be both trained on
+        # and held out, and then counts as trained on.
+        trained = index[~index["held_out"]]
+        is_trained = [np.isin(index[name], trained[name]) for name in ("prompt", "conversation")]
+        held_out = index[~np.any(is_trained, axis=0)]
         wanted = EvidenceLimits(
             per_domain=per_domain, tenant_share=self.config.tenant_share, **limits
         )
@@ -380,11 +394,18 @@ class Buffer(AbstractContextManager["Buffer"]):
 
         Missing records are skipped. Corrupt records are skipped too, and are counted and deleted.
         """
+        seqs = list(seqs)
+        with self._lock:
+            index = self._files.index()
+        index = index[np.isin(index["seq"], seqs)]
+        conversations = dict(
+            zip(index["seq"].tolist(), index["conversation"].tolist(), strict=True)
+        )
         for seq in seqs:
             with self._lock:
-                stored = self._read_one(seq)
-            if stored is not None:
-                yield stored
+                record = self._read_one(seq)
+            if record is not None:
+                yield Stored(seq=seq, record=record, conversation=conversations.get(seq, 0))
 
     def find_tenant(self, tenant: str) -> TenantRecords:
         """Return the records of a tenant, and what a deletion would remove along with them."""
@@ -506,9 +527,9 @@ class Buffer(AbstractContextManager["Buffer"]):
     def _find_text(self, record_id: str) -> Text | None:
         """Return the text of a stored record, or None if the record does not exist."""
         for found in self._files.each(lambda file: file.find_frame(record_id)):
-            stored = None if found is None else self._read_one(found[0])
-            if found is not None and stored is not None:
-                return Text(stored.record.context + stored.record.output, found[1])
+            record = None if found is None else self._read_one(found[0])
+            if found is not None and record is not None:
+                return Text(record.context + record.output, found[1])
         return None
 
     def _row(self, record: Record, now_s: float) -> Row:
@@ -516,6 +537,8 @@ class Buffer(AbstractContextManager["Buffer"]):
         # the draft's quality.
         verified_R = (record.draft_ids >= 0) & (record.branches == 0) & record.is_own
         hashes = self._key.hash(record)
+        earlier = self._key.hash_earlier(record.prompt, self.headers)
+        conversation = self._conversations.find(hashes.prompt, earlier, record.tenant)
         return Row(
             record_id=record.record_id,
             time_s=now_s,
@@ -525,9 +548,10 @@ class Buffer(AbstractContextManager["Buffer"]):
             draft_version=record.draft_version,
             num_drafted=int(verified_R.sum()),
             num_wrong=int((verified_R & ~record.accepted).sum()),
-            held_out=hashes.is_held_out(self.config.held_out_fraction),
+            held_out=is_held_out(conversation, self.config.held_out_fraction),
             prompt=hashes.prompt,
             request=hashes.request,
+            conversation=conversation,
         )
 
     def _usable(self) -> Index:
@@ -563,9 +587,9 @@ class Buffer(AbstractContextManager["Buffer"]):
             found.append(stored)
         return sorted(found, key=lambda stored: stored.seq)
 
-    def _read_one(self, seq: int) -> Stored | None:
+    def _read_one(self, seq: int) -> Record | None:
         record = self._files.read(seq)
-        return None if record is None else Stored(seq=seq, record=self._strip(record))
+        return None if record is None else self._strip(record)
 
     def _strip(self, record: Record) -> Record:
         """Return the record, without its hidden states if the draft reads none.

@@ -23,19 +23,22 @@ LAYOUT = 2  # Layout of the files, in SQLite's `user_version`.
 PAGE_BYTES = 16 << 10
 MIN_FILE_BYTES = 512  # The smallest page of SQLite.
 
-# There are two tables, because a scan of the index columns would read a page per record if they
-# were stored next to the blobs.
+# There are separate tables for rows and frames, because a scan of the index columns would read a page
+# per record if they were stored next to the blobs. `conversations` lists the records whose prompt
+# continues an earlier one. Files of earlier releases lack this table.
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS records (
     seq INTEGER PRIMARY KEY, record_id TEXT NOT NULL UNIQUE, time_s REAL NOT NULL, domain TEXT NOT NULL,
     tenant TEXT NOT NULL, target_fingerprint TEXT NOT NULL, draft_version TEXT NOT NULL,
     num_drafted INTEGER NOT NULL, num_wrong INTEGER NOT NULL, held_out INTEGER NOT NULL,
     prompt INTEGER NOT NULL, request INTEGER NOT NULL, crc32 INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS conversations (seq INTEGER PRIMARY KEY, conversation INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS frames (seq INTEGER PRIMARY KEY, frame BLOB NOT NULL);
 """
 
-_MARKS = {"records": ",".join("?" * 13), "frames": "?,?"}
-_EMPTY_FILE_BYTES = 4 * PAGE_BYTES  # one page each for the schema, two tables and the unique index
+_MARKS = {"records": ",".join("?" * 13), "frames": "?,?", "conversations": "?,?"}
+# One page each for the schema, three tables and the unique index.
+_EMPTY_FILE_BYTES = 5 * PAGE_BYTES
 
 INDEX_DTYPE = np.dtype(
     [
@@ -49,6 +52,7 @@ INDEX_DTYPE = np.dtype(
         ("held_out", "?"),
         ("prompt", "i8"),
         ("request", "i8"),
+        ("conversation", "i8"),
     ]
 )
 
@@ -90,6 +94,10 @@ class Row(NamedTuple):
     """Keyed hash of the prompt."""
     request: int
     """Keyed hash of prompt and request id, equal in all segments of a request."""
+    conversation: int
+    """`prompt` of the conversation's first record. Not a column of the row: stored separately if
+    it differs from `prompt`.
+    """
 
 
 class BufferFile:
@@ -128,11 +136,13 @@ class BufferFile:
         Raises:
             DamagedFileError: a row differs from what was written.
         """
-        for seq, *columns in self.connection.execute("SELECT * FROM records ORDER BY seq"):
-            # `pop` runs before `_checksum`, so the checksum covers the columns before it.
-            if columns.pop() != _checksum(seq, columns):
+        query = "SELECT * FROM records LEFT JOIN conversations USING (seq) ORDER BY seq"
+        for seq, *columns, checksum, conversation in self.connection.execute(query):
+            if checksum != _checksum(seq, columns):
                 raise DamagedFileError(f"the checksum of record {seq} differs")
-            row = Row(*columns)
+            row = Row._make([*columns, conversation])
+            if conversation is None:
+                row = row._replace(conversation=row.prompt)
             yield (seq, *(getattr(row, name) for name in _ROW_COLUMNS))
 
     def oldest_s(self) -> float:
@@ -150,7 +160,11 @@ class BufferFile:
         with transaction(self.connection):
             self.connection.executemany(
                 f"INSERT INTO records VALUES ({_MARKS['records']})",
-                [(seq, *row, _checksum(seq, row)) for seq, row, _ in rows],
+                [(seq, *row[:-1], _checksum(seq, row[:-1])) for seq, row, _ in rows],
+            )
+            self.connection.executemany(
+                f"INSERT INTO conversations VALUES ({_MARKS['conversations']})",
+                [(seq, row.conversation) for seq, row, _ in rows if row.conversation != row.prompt],
             )
             self.connection.executemany(
                 f"INSERT INTO frames VALUES ({_MARKS['frames']})",
@@ -236,6 +250,7 @@ class BufferFile:
         with transaction(self.connection):
             values = [(seq,) for seq in seqs]
             self.connection.executemany("DELETE FROM frames WHERE seq = ?", values)
+            self.connection.executemany("DELETE FROM conversations WHERE seq = ?", values)
             return self.connection.executemany("DELETE FROM records WHERE seq = ?", values).rowcount
 
     def delete_tenant(self, name: str) -> int:
@@ -292,7 +307,8 @@ def connect(path: Path | None) -> sqlite3.Connection:
             raise ValueError(
                 f"{path} has layout {layout}, and this release reads {LAYOUT}: move the file away"
             )
-        if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+        tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
+        if not tables.issuperset(_MARKS):
             # `user_version` is part of the same transaction, so a kill cannot leave tables of an
             # unknown layout.
             connection.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {LAYOUT}; COMMIT;")

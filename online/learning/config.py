@@ -113,7 +113,8 @@ class Judging:
     """
     held_out_per_domain: int = 200
     """Number of held-out requests per domain that a candidate is evaluated on; the newest ones are
-    used. A prompt counts once, however often it was sent.
+    used. A prompt counts once, however often it was sent. The turns of a conversation are summed
+    and count as one request.
     """
     domains: tuple[str, ...] = ()
     """Domains that are always evaluated separately. Because clients can invent domains, any domain
@@ -143,12 +144,13 @@ class BufferConfig:
     `training.replay_per_step` times the size of a record, at 2 bytes per number.
     """
     held_out_fraction: float = 0.2
-    """Fraction of all prompts whose records are held out to evaluate candidates. A secret key in
-    the folder selects them, so that clients cannot. With 0.2, the gate can give its first verdict
-    within 200 requests; a fleet with thousands of requests per hour can use less.
+    """Fraction of all conversations whose records are held out to evaluate candidates; a request
+    without earlier or later turns is a conversation. A secret key in the folder selects them, so
+    that clients cannot. With 0.2, the gate can give its first verdict within 200 conversations; a
+    fleet with thousands of them per hour can use less.
     """
     tenant_share: float = 0.2
-    """Maximum share of one tenant (X-Redraft-Tenant) in the held-out requests that evaluate a
+    """Maximum share of one tenant (X-Redraft-Tenant) in the held-out conversations that evaluate a
     candidate, in replayed records, and in the bytes of a full buffer. All requests without the
     header count as one tenant. If there are fewer than 1 / tenant_share tenants, each may have an
     equal share, so a single tenant may have everything. Set this to 1 if you trust all tenants.

@@ -1,9 +1,12 @@
 """Choose the requests that candidates are evaluated on, and the records to replay.
 
-Prompts are distinct, and each tenant has a limited share. All functions are pure.
+Conversations are distinct, and each tenant has a limited share of them. All functions are pure.
 
-    held-out records ─► newest request of each prompt ─► share per tenant, by domain ─► share per
-    tenant, over all
+    held-out records ─► newest request of each prompt ─► conversations ─► share per tenant, by domain
+    ─► share per tenant, over all ─► several turns of each conversation, if there are few
+
+The requests of one conversation are correlated, so its counts are summed before the evaluation, and
+a conversation counts as one request. A request without earlier or later turns is a conversation.
 
 No single tenant may decide alone, whether by sending many requests, repeating a prompt, or
 inventing domains. A tenant is a value of X-Redraft-Tenant, and all records without one count as one
@@ -38,13 +41,13 @@ class EvidenceLimits:
     """Limits on the requests used to evaluate a draft."""
 
     per_domain: int
-    """Maximum number of requests per domain."""
+    """Maximum number of requests per domain, all turns of a conversation included."""
     tenant_share: float = 1.0
-    """Maximum share of one tenant; see `take_fairly`."""
+    """Maximum share of one tenant in the conversations; see `take_fairly`."""
     at_least: int = 0
-    """Minimum number of requests to keep, even if that exceeds the share."""
+    """Minimum number of conversations to keep, even if that exceeds the share."""
     at_least_of_domain: int = 0
-    """Minimum number of requests to keep within a domain, in the same way."""
+    """Minimum number of conversations to keep within a domain, in the same way."""
     since_s: float = -math.inf
     """Use only records that arrived after this time, in seconds since the epoch."""
 
@@ -52,15 +55,20 @@ class EvidenceLimits:
 def choose_evidence(held_out: Index, names: Mapping[str, str], limits: EvidenceLimits) -> list[int]:
     """Return the sequence numbers of the records used to evaluate a draft, in ascending order.
 
-    The records make up whole requests, namely the newest requests in every domain. `held_out` is
+    The records make up whole requests of the newest conversations in every domain. `held_out` is
     the index of all held-out records, and `names` comes from `name_domains`. A prompt counts once,
-    with its newest request.
+    with its newest request. A conversation has the domain and the tenant of its newest request.
     """
     held_out = held_out[held_out["time_s"] >= limits.since_s]
-    newest = _take_newest_requests(held_out)
+    by_conversation, conversations = defaultdict(list), held_out["conversation"].tolist()
+    for row in _take_newest_requests(held_out):
+        by_conversation[conversations[row]].append(row)
+    # Keyed by the newest row, newest first.
+    turns = {rows[0]: rows for rows in by_conversation.values()}
+    domains = {row: names.get(held_out["domain"][row], OTHER) for row in turns}
     by_domain = defaultdict(list)
-    for row in newest:
-        by_domain[names.get(held_out["domain"][row], OTHER)].append(row)
+    for row, domain in domains.items():
+        by_domain[domain].append(row)
     tenants = held_out["tenant"]
     chosen: set[int] = set()
     for rows in by_domain.values():
@@ -70,13 +78,26 @@ def choose_evidence(held_out: Index, names: Mapping[str, str], limits: EvidenceL
         )
         chosen |= {rows[position] for position in taken}
     # Newest first again, so that applying the share over all domains drops the oldest.
-    rows = [row for row in newest if row in chosen]
+    rows = [row for row in turns if row in chosen]
     taken = take_fairly(
         [tenants[row] for row in rows], len(rows), limits.tenant_share, limits.at_least
     )
+    kept = [rows[position] for position in taken]
+    # With few conversations, more of their turns are scored at the same cost, which narrows the
+    # bounds, and represents the traffic better than the last turns.
+    num_turns = {
+        domain: limits.per_domain // count
+        for domain, count in Counter(domains[row] for row in kept).items()
+    }
+    spread = [turn for row in kept for turn in _spread(turns[row], num_turns[domains[row]])]
     # So far, there is one row per request, but the evaluation needs all of its segments.
-    requests = held_out["request"][[rows[position] for position in taken]]
+    requests = held_out["request"][spread]
     return [int(seq) for seq in held_out["seq"][np.isin(held_out["request"], requests)]]
+
+
+def _spread(rows: Sequence[int], count: int) -> Sequence[int]:
+    """Return at most `count` of the rows, evenly spaced, including the first."""
+    return rows[:: math.ceil(len(rows) / max(1, count))]
 
 
 def _take_newest_requests(held_out: Index) -> list[int]:

@@ -5,7 +5,8 @@ The gate takes numbers and returns a verdict with a reason. It uses no clock and
 Both drafts are scored on the same held-out requests with the served sampling method, so requests
 are paired. The bounds are computed from the spread between requests, not between positions:
 positions within a request are correlated, and treating them as independent would make any candidate
-look proven.
+look proven. The turns of a conversation are correlated too: here, a request is the sum of all turns
+of one conversation that were scored.
 
 A learner compares one candidate after another with the same incumbent, on largely the same
 requests. With an error of 5% per look, one of ten candidates without enough gain would often pass.
@@ -19,7 +20,7 @@ looks would soon block every candidate, whatever its gain.
 Ranges of context lengths are a third check. Only a proven loss in one of them counts against a
 candidate.
 
-N = requests
+N = requests, or conversations of several turns
 """
 
 from collections.abc import Mapping, Sequence
@@ -70,9 +71,9 @@ class Policy:
     next one needs.
     """
     min_requests: int = 24
-    """Minimum number of held-out requests for a verdict; bounds on fewer are too wide. With 24, a
-    true gain of 0.1 in tau is proven at the first look in half of the cases, and a gain of 0.2
-    nearly always (`benchmarks/decisions.py`).
+    """Minimum number of held-out requests for a verdict; bounds on fewer are too wide. All turns of
+    a conversation count as one request. With 24, a true gain of 0.1 in tau is proven at the first
+    look in half of the cases, and a gain of 0.2 nearly always (`benchmarks/decisions.py`).
     """
     min_domain_requests: int = 20
     """Minimum number of held-out requests to evaluate a domain separately. Smaller domains are only

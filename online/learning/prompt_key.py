@@ -1,4 +1,4 @@
-"""The key that decides which prompts are held out.
+"""The key that decides which conversations are held out.
 
 Without the key, no one can find or construct a held-out prompt.
 
@@ -14,9 +14,12 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 from redraft.files.artifact import write_whole
 from redraft.files.sealed import DamagedError, read_sealed_as, set_aside, write_sealed
@@ -25,6 +28,24 @@ from redraft.online.records.record import Record
 KEY_BYTES = 32
 KEY, NOTE = "held-out.key", "held-out.json"
 
+MAX_EARLIER = 4096
+"""Maximum number of places in a prompt at which an earlier prompt may end; the last ones are used.
+A chat has a few per message.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Headers:
+    """The tokens with which a target's chat template ends a prompt, before the answer."""
+
+    marks: frozenset[int] = frozenset()
+    """Ids of the tokens that mark roles and ends of messages, such as [/INST]."""
+    tags: frozenset[bytes] = frozenset()
+    """Reasoning tags at the end of a prompt, int32 ids, such as an empty <think> block."""
+
+
+NO_HEADERS = Headers()
+
 
 class Hashes(NamedTuple):
     """Keyed hashes of a record as signed 64-bit integers, which SQLite can store. Never 0."""
@@ -32,13 +53,11 @@ class Hashes(NamedTuple):
     prompt: int
     request: int
 
-    def is_held_out(self, fraction: float) -> bool:
-        """Whether the prompt is among the `fraction` of all prompts that are held out.
 
-        The result is the same for all segments and repetitions of a request.
-        """
-        # Convert a signed to an unsigned number: the hash is spread evenly over 0 to 2^64 - 1.
-        return self.prompt + 2**63 < fraction * 2**64
+def is_held_out(conversation: int, fraction: float) -> bool:
+    """Whether a conversation, given its hash, is among the `fraction` of them that is held out."""
+    # Convert a signed to an unsigned number: the hash is spread evenly over 0 to 2^64 - 1.
+    return conversation + 2**63 < fraction * 2**64
 
 
 class PromptKey:
@@ -53,10 +72,36 @@ class PromptKey:
     def hash(self, record: Record) -> Hashes:
         # Hash the prompt only: answers to one prompt differ, and training on one answer would leak
         # into the evaluation on another.
-        prompt = self._digest(record.context[: 4 * record.num_prompt_tokens])  # int32 ids
+        prompt = self._digest(record.prompt)
         # Clients choose part of a request's id; a server uses a new id at every start.
         request = self._digest(prompt + f"{record.server_id}\0{record.request_id}".encode())
         return Hashes(_to_integer(prompt), _to_integer(request))
+
+    def hash_earlier(self, prompt: bytes, headers: Headers) -> Iterator[int]:
+        """Yield the hashes of the prompts that this prompt (int32 ids) may continue, longest first.
+
+        An earlier prompt ends with the header of its answer, so only the places after a mark, or
+        after the last token of this prompt's header, are hashed. Tags after an earlier header may be
+        missing in this prompt, because templates leave out the reasoning of earlier answers. Each
+        place is therefore hashed with and without them.
+        """
+        ids_T = np.frombuffer(prompt, "<i4")
+        tags = max(filter(prompt.endswith, headers.tags), key=len, default=b"")
+        end = len(ids_T) - len(tags) // 4
+        if not end:
+            return
+        is_end_T = np.isin(ids_T[:end], [*headers.marks, ids_T[end - 1]])
+        running, begin = hmac.new(self._secret, digestmod="sha256"), 0
+        found: list[int] = []
+        for place in (np.flatnonzero(is_end_T)[-MAX_EARLIER:] + 1).tolist():
+            running.update(prompt[4 * begin : 4 * place])
+            begin = place
+            found.append(_to_integer(running.digest()))
+            for more in headers.tags:
+                with_tags = running.copy()
+                with_tags.update(more)
+                found.append(_to_integer(with_tags.digest()))
+        yield from reversed(found)
 
     def _digest(self, content: bytes) -> bytes:
         return hmac.digest(self._secret, content, "sha256")

@@ -118,9 +118,11 @@ class RollingFiles:
         index: Index = np.concatenate([np.empty(0, INDEX_DTYPE), *self.each(BufferFile.index)])
         # `concatenate` has copied the arrays, so the cached index of each file stays unchanged.
         if len(self._rehashed):
+            begins = index["conversation"] == index["prompt"]
             has_new = np.isin(index["seq"], self._rehashed["seq"])
             new = self._rehashed[np.searchsorted(self._rehashed["seq"], index["seq"][has_new])]
             index["prompt"][has_new], index["request"][has_new] = new["prompt"], new["request"]
+            index["conversation"][begins] = index["prompt"][begins]
         return index
 
     def each(self, operation: Callable[[BufferFile], T]) -> Iterator[T]:

@@ -116,7 +116,8 @@ def hold_to_text(text: TrainingSequence) -> TrainingSequence:
     return replace(text, rows_R=rows_R, topk_ids_RK=ids_RK, topk_log_probs_RK=log_probs_RK)
 
 
-Request = tuple[str, str]  # Server and request id.
+Request = tuple[str, str] | int
+"""Server and request id; or the hash of a conversation, whose requests are summed."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ def score_segment(draft: Draft, record: Record, **settings: Any) -> tuple[Reques
 
 
 def sum_segments(segments: Iterable[tuple[Request, RequestScore]]) -> dict[Request, RequestScore]:
-    """Return the score of every request, in the order of first segments."""
+    """Return the score of every request or conversation, in the order of first segments."""
     found: dict[Request, RequestScore] = {}
     for key, segment in segments:
         # Counts are summed over segments. A mean of rates would give a short segment the weight of

@@ -229,6 +229,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         return self.context_begin + (len(self.context) + len(self.output)) // 4
 
     @property
+    def prompt(self) -> bytes:
+        """int32 ids of the prompt of a self-contained record."""
+        return self.context[: 4 * self.num_prompt_tokens]
+
+    @property
     def context_ids(self) -> NDArray[np.int32]:
         return _array(self.context, np.int32)
 

@@ -419,8 +419,8 @@ def test_a_damaged_file_does_not_keep_a_tenant_from_being_forgotten(tmp_path):
             buffer.append(frames_of(make_record(number, tenant="acme", size_bytes=40_000)), 0.0)
     (path,) = tmp_path.glob("records-*.db")
     with path.open("r+b") as file:  # the metadata of the records stays whole, the records do not
-        file.seek(3 * PAGE_BYTES)
-        file.write(os.urandom(path.stat().st_size - 3 * PAGE_BYTES))
+        file.seek(4 * PAGE_BYTES)
+        file.write(os.urandom(path.stat().st_size - 4 * PAGE_BYTES))
     with open_buffer(tmp_path) as buffer:
         assert not buffer.counts["damaged_files"]
         buffer.delete_tenant("acme", 0.0)
