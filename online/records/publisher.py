@@ -191,11 +191,20 @@ class Publisher:
     # the queue
 
     def _take(self, num_bytes: int) -> list[Frame]:
-        """Take the oldest frames, up to `num_bytes` but at least one; empty if none is waiting."""
+        """Take the oldest frames, up to `num_bytes` but at least one; empty if none is waiting.
+
+        Of the segments of one request, only the first is taken: the next one waits until it is
+        acknowledged. If both were sent and only the first were refused, it would be stored after
+        the next one, which cannot be used without the text before it.
+        """
         taken: list[Frame] = []
+        ids = set[str]()
         with self._lock:
             while self._waiting and num_bytes > 0 and len(taken) < WINDOW_RECORDS:
+                if self._waiting[0].previous_id in ids:
+                    break
                 taken.append(self._waiting.popleft())
+                ids.add(taken[-1].record_id)
                 num_bytes -= len(taken[-1])
         return taken
 

@@ -367,15 +367,17 @@ def encode_record(record: Record) -> bytes:
 
 
 class Frame(bytes):
-    """An encoded record, with the two fields needed to route and deduplicate it."""
+    """An encoded record, with the fields needed to route, deduplicate and order it."""
 
     record_id: str
+    previous_id: str = ""
     domain: str
 
 
 def encode_frame(record: Record) -> Frame:
     frame = Frame(encode_record(record))
     frame.record_id, frame.domain = record.record_id, record.domain
+    frame.previous_id = record.previous_id
     return frame
 
 

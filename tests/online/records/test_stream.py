@@ -17,6 +17,7 @@ import nats
 import nkeys
 import numpy as np
 import pytest
+from nats.errors import Error as NatsError
 from nats.js.errors import NotFoundError
 from real_broker import running_broker
 from run_stream import TARGET, VOCAB, make_record
@@ -26,6 +27,7 @@ from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.buffer_file import BufferFullError
 from redraft.online.learning.config import BufferConfig
 from redraft.online.learning.stream import StreamSource
+from redraft.online.records import publisher as publisher_module
 from redraft.online.records.nats_config import Nats, StreamLimits, hide_credentials, parse_addresses
 from redraft.online.records.nats_link import BrokerError, connect, probe
 from redraft.online.records.publisher import Publisher
@@ -294,6 +296,45 @@ async def test_a_record_above_the_brokers_payload_is_dropped_and_the_others_are_
     await until(lambda: publisher.status()["waiting_bytes"] == 0)
     await asyncio.to_thread(publisher.close)
     await source.close()
+
+
+class Refusing:
+    """A connection to a broker that stores records in order, but refuses one of them once."""
+
+    is_closed, max_payload = False, 1 << 20
+
+    def __init__(self, refused):
+        self.refused, self.stored = refused, []
+
+    def jetstream(self):
+        return self
+
+    async def publish_async(self, subject, frame, headers):
+        answer = asyncio.get_running_loop().create_future()
+        if frame.record_id == self.refused:
+            self.refused = ""
+            answer.set_exception(NatsError("refused"))
+        else:
+            self.stored.append(frame.record_id)
+            answer.set_result(None)
+        return answer
+
+
+@in_event_loop
+async def test_the_segments_of_a_request_stay_in_order_when_one_is_refused(monkeypatch):
+    monkeypatch.setattr(publisher_module, "RETRY_S", 0.01)
+    segments = [make_record(1, rows=1, sequence=number) for number in range(5)]
+    others = [make_record(number, rows=1) for number in range(2, 12)]
+    frames = [encode_frame(record) for record in (*segments[:3], *others, *segments[3:])]
+    for refused in segments[1:]:
+        publisher, broker = Publisher("nats://nowhere", Nats()), Refusing(refused.record_id)
+        publisher._waiting.extend(frames)
+        publisher._closing_at_s = time.monotonic()  # so that it ends when nothing is waiting
+        await publisher._publish(broker)
+        assert broker.refused == ""
+        assert len(broker.stored) == len(frames)
+        ids = [segment.record_id for segment in segments]
+        assert [one for one in broker.stored if one in ids] == ids
 
 
 @in_event_loop
