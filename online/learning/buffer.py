@@ -215,7 +215,7 @@ class Buffer(AbstractContextManager["Buffer"]):
         ids = [record.record_id for _, record in frames if isinstance(record, Record)]
         with self._lock:
             self.expire(now_s)
-            known = set[str]().union(*self._files.each(lambda file: file.find_known(ids)))
+            known = self.find_known(ids)
             forgotten = self._cursor.forgotten
             # The prompts of records that were deleted, or could not be stored, are forgotten.
             if self._conversations.num_records != len(index := self._files.index()):
@@ -267,6 +267,11 @@ class Buffer(AbstractContextManager["Buffer"]):
                     self._leave_behind(frozenset())
             self.counts += counts
             return counts
+
+    def find_known(self, record_ids: list[str]) -> set[str]:
+        """Return those of the record ids that are stored."""
+        with self._lock:
+            return set[str]().union(*self._files.each(lambda file: file.find_known(record_ids)))
 
     def expire(self, now_s: float) -> None:
         """Delete files past the maximum age.

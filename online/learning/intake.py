@@ -57,7 +57,7 @@ class Taken:
     counts: Counter[str] = field(default_factory=Counter)
     """Records by outcome, as in `Buffer.append`."""
     accepted: Sums = field(default_factory=dict)
-    """Acceptance over all records of this learner's target."""
+    """Acceptance over all records of this learner's target, each counted once."""
 
     def __add__(self, other: Taken) -> Taken:
         accepted = dict(self.accepted)
@@ -193,9 +193,14 @@ def store(frames: Frames, buffer: Buffer, vocab_size: int, now_s: float) -> Take
     """
     taken = Taken()
     for batch in _batches(mark_unfit(frames, vocab_size)):
+        ids = [record.record_id for _, record in batch if isinstance(record, Record)]
+        known = buffer.find_known(ids)
         taken += Taken(counts=buffer.append(batch, now_s))
         for _, record in batch:
-            if isinstance(record, Record) and record.base == buffer.target_fingerprint:
+            if not isinstance(record, Record) or record.record_id in known:
+                continue
+            known.add(record.record_id)
+            if record.base == buffer.target_fingerprint:
                 # Before the first `refresh_names`, `buffer.names` is empty, and every domain is
                 # shown under its own name.
                 domain = (

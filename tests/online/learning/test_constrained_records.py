@@ -51,6 +51,18 @@ def test_captured_acceptance_is_split_by_thinking_mode(tmp_path: Path) -> None:
     assert {shown: one.num_drafts for (shown, _), one in sums.items()} == dict.fromkeys(modes, 1)
 
 
+def test_a_record_that_arrives_again_is_counted_once_in_the_acceptance() -> None:
+    first, second, third = (make_record(number, request_id=str(number)) for number in range(1, 4))
+    with Buffer(BufferConfig(), name_base("target", "")) as buffer:
+        found = [
+            store(frames_of(*records), buffer, 512, 0.0)
+            for records in ([first, second, second], [first, second], [second, third])
+        ]
+    drafts = [sum(taken.accepted.values(), AcceptanceCounts.zero()).num_drafts for taken in found]
+    assert drafts == [2, 0, 1]
+    assert [taken.counts["duplicate"] for taken in found] == [1, 2, 1]
+
+
 @pytest.mark.parametrize(
     ("adapter", "kept"), [("", "base"), ("sql", "ours"), ("another", "theirs")]
 )
