@@ -160,6 +160,8 @@ class Buffer(AbstractContextManager["Buffer"]):
         # The name of each domain in evaluations and on the page (`refresh_names`).
         self.names: Mapping[str, str] = {}
         self._segments = Segments(self._find_text)
+        # The arguments of the last `_select`, and its result.
+        self._selected: tuple[Index, frozenset[str], Index, Index] | None = None
         # Re-entrant, because public methods call one another: `append` expires, `delete_tenant`
         # clears the quarantine.
         self._lock = threading.RLock()
@@ -560,21 +562,29 @@ class Buffer(AbstractContextManager["Buffer"]):
         )
 
     def _usable(self) -> Index:
-        index = self._files.index()
-        is_counted = [
-            self._is_ours(target) and target not in self._cursor.past for target in TARGETS
-        ]
-        is_usable = np.array(is_counted, bool)[index["target"]]
-        usable: Index = index[is_usable]
-        return usable
+        return self._select()[0]
+
+    def _training(self) -> Index:
+        return self._select()[1]
+
+    def _select(self) -> tuple[Index, Index]:
+        """Return the index of the usable records, and of those that are trained on.
+
+        Both are kept until they change, because an idle learner asks for them ten times per second.
+        """
+        index, past = self._files.index(), self._cursor.past
+        if (
+            self._selected is None
+            or self._selected[0] is not index
+            or self._selected[1] is not past
+        ):
+            is_counted = [self._is_ours(target) and target not in past for target in TARGETS]
+            usable = index[np.array(is_counted, bool)[index["target"]]]
+            self._selected = index, past, usable, usable[~usable["held_out"]]
+        return self._selected[2:]
 
     def _is_ours(self, target: str) -> bool:
         return target.partition("@")[0] == self.target_fingerprint
-
-    def _training(self) -> Index:
-        usable = self._usable()
-        training: Index = usable[~usable["held_out"]]
-        return training
 
     def _read(self, seqs: NDArray[np.int64]) -> list[Stored]:
         """Return the first records in `seqs` that fit into `max_read_bytes`, but at least one.

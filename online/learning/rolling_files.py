@@ -7,6 +7,7 @@ the bytes or of the age. A file that consists mostly of records from tenants bey
 rewritten without those records, so that a tenant that sends the most displaces its own records.
 """
 
+import operator
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -72,6 +73,8 @@ class RollingFiles:
         self.files: list[BufferFile] = []  # Oldest first.
         self._rehashed: NDArray[np.void] = np.empty(0, REHASHED_DTYPE)
         """New hashes of records that were hashed with a different key, by ascending number."""
+        self._parts: list[Index] = []  # of which `_index` consists
+        self._index: Index = np.empty(0, INDEX_DTYPE)
         paths = sorted(folder.glob("records-*.db")) if folder else []
         if folder:
             unlink(folder / WRITTEN_AGAIN)
@@ -114,8 +117,17 @@ class RollingFiles:
         return int(self.index()["seq"].max(initial=0))
 
     def index(self) -> Index:
-        """Return the index of all files, INDEX_DTYPE [records], by ascending sequence number."""
-        index: Index = np.concatenate([np.empty(0, INDEX_DTYPE), *self.each(BufferFile.index)])
+        """Return the index of all files, INDEX_DTYPE [records], by ascending sequence number.
+
+        Read-only, and the same array until the records change.
+        """
+        parts = list(self.each(BufferFile.index))
+        if len(parts) != len(self._parts) or any(map(operator.is_not, parts, self._parts)):
+            self._parts, self._index = parts, self._join(parts)
+        return self._index
+
+    def _join(self, parts: list[Index]) -> Index:
+        index: Index = np.concatenate([np.empty(0, INDEX_DTYPE), *parts])
         # `concatenate` has copied the arrays, so the cached index of each file stays unchanged.
         if len(self._rehashed):
             begins = index["conversation"] == index["prompt"]
@@ -123,6 +135,7 @@ class RollingFiles:
             new = self._rehashed[np.searchsorted(self._rehashed["seq"], index["seq"][has_new])]
             index["prompt"][has_new], index["request"][has_new] = new["prompt"], new["request"]
             index["conversation"][begins] = index["prompt"][begins]
+        index.flags.writeable = False
         return index
 
     def each(self, operation: Callable[[BufferFile], T]) -> Iterator[T]:
@@ -261,7 +274,7 @@ class RollingFiles:
             for file in self.files
             for seq, hashes in self._hash_held_out(file, opened.key, opened.rehash_through).items()
         ]
-        self._rehashed = np.array(rows, REHASHED_DTYPE)
+        self._rehashed, self._parts = np.array(rows, REHASHED_DTYPE), []
         return opened.key
 
     def _hash_held_out(self, file: BufferFile, key: PromptKey, through: int) -> dict[int, Hashes]:

@@ -151,6 +151,23 @@ def test_what_a_file_knows_of_its_records_is_what_it_reads_after_a_restart(tmp_p
         assert oldest_s == [file.oldest_s() for file in buffer._files.files] == [41.0]
 
 
+def test_an_idle_buffer_copies_no_index(folder):
+    with open_buffer(folder, held_out_fraction=0.3) as buffer:
+        fill(buffer, 20)
+        index, training, usable = buffer._files.index(), buffer._training(), buffer._usable()
+        buffer.bound_lag(0, 0)
+        buffer.read(buffer.select_held_out(9))
+        assert buffer.status().num_training == {"code": len(training)}
+        assert buffer._files.index() is index
+        assert buffer._training() is training
+        assert buffer._usable() is usable
+        buffer.leave_behind(["target"])
+        assert len(buffer._training()) == 0
+        buffer.leave_behind([])
+        buffer.append(frames_of(make_record(20)), 0.0)
+        assert len(buffer._files.index()) == 21
+
+
 def test_records_survive_a_restart(tmp_path):
     with open_buffer(tmp_path) as buffer:
         fill(buffer, 5)
