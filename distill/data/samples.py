@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from redraft.distill.data.conditions import Turn, is_in
-from redraft.distill.data.conversations import Conversation, is_plain_text
+from redraft.distill.data.conversations import Conversation, is_plain_text, split_key
 from redraft.distill.data.messages import Message, conversation_hash
 from redraft.distill.data.modes import name_mode
 from redraft.distill.data.processes import map_in_processes
@@ -248,6 +248,8 @@ def held_out_prompts(
     """Return up to `num_prompts` different prompts for the conversations' last assistant turns.
 
     The prompts are taken from each domain in turn, and the conversations' hashes decide which ones.
+    Conversations with the same first question, such as a session recorded after each turn, are not
+    independent: a second one of them is taken only after one with each other first question.
     Prompts that occur in `beside` are excluded, and so are repeats: an answer follows from its
     prompt, so they would count the same evidence again. Prompts longer than `max_length` tokens are
     excluded too, and plain documents have no prompt. One line is printed with the number of
@@ -263,7 +265,7 @@ def held_out_prompts(
         usual = choose_arguments(conversations, tokenizer, day)
     render, left_out = Renderer(tokenizer, template_options or {}, day), Counter[str]()
     by_domain: dict[str, list[Conversation]] = {}
-    for conversation in sorted(conversations, key=lambda c: conversation_hash(c["messages"])):
+    for conversation in _spread(conversations):
         if is_plain_text(conversation):
             left_out["plain texts"] += 1
         else:
@@ -310,6 +312,16 @@ def held_out_prompts(
             for prompt, mode in zip(prompts, modes, strict=True)
         ]
     return prompts
+
+
+def _spread(conversations: Sequence[Conversation]) -> list[Conversation]:
+    """Order conversations by hash: first one for each first question, then a second one, and so on."""
+    ranks = Counter[str]()
+    ranked: list[tuple[int, Conversation]] = []
+    for conversation in sorted(conversations, key=lambda c: conversation_hash(c["messages"])):
+        ranked.append((ranks[key := split_key(conversation)], conversation))
+        ranks[key] += 1
+    return [conversation for _, conversation in sorted(ranked, key=lambda one: one[0])]
 
 
 def choose_arguments(

@@ -562,6 +562,25 @@ def test_a_prompt_that_is_asked_again_is_held_out_once(capsys: pytest.CaptureFix
     assert sorted(p.token_ids for p in rest) == sorted(p.token_ids for p in prompts[3:])
 
 
+def test_held_out_prompts_come_from_different_sessions_as_long_as_there_are_any() -> None:
+    sessions = [
+        make_conversation(*(f"{session} says {turn}" for turn in range(2 * num_turns)))
+        for session in range(8)
+        for num_turns in range(1, 7)
+    ]
+    tokenizer = make_tokenizer(CHAT_TEMPLATE)
+    options = {"max_length": 512}
+
+    def count_prompts(num_prompts: int) -> list[int]:
+        prompts = held_out_prompts(sessions, tokenizer, num_prompts=num_prompts, **options)
+        texts = [tokenizer.decode(prompt.token_ids) for prompt in prompts]
+        return sorted(Counter(text[text.index(" says 0") - 1] for text in texts).values())
+
+    assert count_prompts(8) == [1] * 8
+    assert count_prompts(12) == [1] * 4 + [2] * 4
+    assert count_prompts(99) == [6] * 8
+
+
 def peak_of_tokenising(num_turns: int) -> int:
     """Peak memory in bytes, as Python counts it, while some long conversations are tokenised."""
     words = " ".join(f"word{i}" for i in range(40))
