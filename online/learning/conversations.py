@@ -10,7 +10,8 @@ prompt continues, whether or not the turns in between were recorded. No header i
 A shared system prompt or shared examples do not join two conversations: records are joined only if
 one's whole prompt is the beginning of the other's. A conversation is split if
 
-- the client or the template changes earlier text, for example the time in the system prompt;
+- the client or the template changes text of earlier prompts, for example the time in the system
+  prompt, or drops reasoning that they contained;
 - all earlier turns have left the buffer, or arrive later than this one;
 - it has MAX_PROMPTS prompts. Otherwise, a single request whose prompt is the shared system prompt
   could turn all traffic into one conversation.
