@@ -2,8 +2,9 @@
 
 N = rows, V = vocabulary. p = target, q = draft.
 
-`alpha`          acceptance probability of a draft token drawn from q: sum_v min(p, q) = 1 - TV(p, q)
-`alpha_greedy`   the same for the most probable draft token: p(argmax q)
+    alpha           acceptance probability of a draft token drawn from q:
+                    sum_v min(p, q) = 1 - TV(p, q)
+    alpha_greedy    the same for the most probable draft token: p(argmax q)
 """
 
 import torch

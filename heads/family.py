@@ -30,11 +30,13 @@ Parity = Literal["autoregressive", "recurrent", "parallel", "block", "prefix_and
 """How vLLM's drafter computes a block, for the doctor's comparison with training
 (`eval.parity.compare`).
 
-autoregressive   the prefix in one pass, then every drafted token
-recurrent        the prefix shifted by one token with the target's features, then a row for every drafted token
-parallel         one pass over the target's last hidden state for all tokens
-block            one pass over the last known token and masks for the tokens to draft
-prefix_and_masks the prefix shifted by one token with the target's features, and the masks, in one pass
+    autoregressive    the prefix in one pass, then every drafted token
+    recurrent         the prefix shifted by one token with the target's features, then a row for
+                      every drafted token
+    parallel          one pass over the target's last hidden state for all tokens
+    block             one pass over the last known token and masks for the tokens to draft
+    prefix_and_masks  the prefix shifted by one token with the target's features, and the masks,
+                      in one pass
 """
 
 NUM_TOKENS = 3

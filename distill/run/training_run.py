@@ -1,8 +1,8 @@
 """A training run of a draft of any family.
 
     refuse ─► open ─► start ─► forecast ─► train ─► publish ─► prove
-    flags     target   weights   of the      loop     folder     a real vLLM
-    memory    data     (start)   start                forecast   report
+    flags     target  weights  of the      loop     folder     a real vLLM
+    memory    data    (start)  start                forecast   report
     folder
 
 The family's row in `heads.catalog` and its module define what differs: initial weights, defaults,

@@ -127,7 +127,7 @@ class HiddenStates:
 
 class CachedTarget:
     def __init__(self, folder: Path, content: TopK, *, target: str, data: str) -> None:
-        """Open a complete cache. Raises: the same errors as `Shards`."""
+        """Open a complete cache. Raises the same errors as `Shards`."""
         self._shards, self.k = Shards(folder, content, target=target, data=data), content.k
 
     def __call__(self, batch: Batch) -> TargetSignal:
@@ -164,7 +164,7 @@ class CachedHiddenStates:
         head_VD: Tensor,
         rule: LogitRule = PLAIN,
     ) -> None:
-        """Open a complete cache. Raises: the same errors as `Shards`."""
+        """Open a complete cache. Raises the same errors as `Shards`."""
         self._shards, self.head_VD, self._rule = (
             Shards(folder, content, target=target, data=data),
             head_VD,

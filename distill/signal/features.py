@@ -88,7 +88,7 @@ def server_args(
 def load_skeleton(target: TargetFolder, dtype: torch.dtype | None, device: torch.device) -> Any:
     """Load the target with only its real embeddings, final norm and head.
 
-    The layers' weights stay on `meta`. Raises: the same errors as `load_part`.
+    The layers' weights stay on `meta`. Raises the same errors as `load_part`.
     """
     return load_part(target, dtype, device, lambda name: ".layers." not in name)
 

@@ -2,12 +2,12 @@
 
 `signal = source(batch)`.
 
-                       read from                                distribution   hidden states after
-InProcessTarget        a `transformers` model in this process   exact          any layers
-EndpointTarget         a vLLM server's `prompt_logprobs`        top-k          none
-EndpointHiddenStates   a vLLM server's hidden states            exact          the layers it was started with
-CachedTarget           disk, written from any of these          top-k          none
-CachedHiddenStates     disk, written from one with states       exact          the layers written
+                           read from                                distribution   hidden states after
+    InProcessTarget        a `transformers` model in this process   exact          any layers
+    EndpointTarget         a vLLM server's `prompt_logprobs`        top-k          none
+    EndpointHiddenStates   a vLLM server's hidden states            exact          the layers it was started with
+    CachedTarget           disk, written from any of these          top-k          none
+    CachedHiddenStates     disk, written from one with states       exact          the layers written
 
 The last three are in `distill.signal.features` and `distill.signal.cache`.
 

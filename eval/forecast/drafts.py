@@ -3,7 +3,7 @@
 draft              forecast                                     vLLM's method
 folder, hub name   the draft's steps                            the family's (`heads.catalog`), if there is one
 `ngram`            the same lookup (`eval.forecast.ngram`)      ngram
-counted answers    the same lookup (`redraft data count`)        ngram, with `engine.lookups`
+counted answers    the same lookup (`redraft data count`)       ngram, with `engine.lookups`
 `ngram+FOLDER`     the lookup, else the draft                   the draft's (`engine.lookup_first`)
 `ANSWERS+FOLDER`   the same with counted answers                the same
 `suffix`           none                                         suffix

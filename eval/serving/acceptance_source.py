@@ -75,7 +75,7 @@ def require_target(path: Path, fingerprint: str) -> None:
 def list_drafts(path: Path) -> list[str]:
     """The drafts whose acceptance a report contains.
 
-    Raises: the same errors as `read_acceptance`.
+    Raises the same errors as `read_acceptance`.
     """
     found = _list_acceptances(read_as(path, dict[str, Any], REPORTS))
     if names := list(dict.fromkeys(one.draft for one in found)):

@@ -3,8 +3,7 @@
 See Li et al., arXiv 2503.01840.
 
     g[t] = fc(concat of the target's residual stream after each aux layer)
-    layer([input_layernorm(embed(x[t+1])), hidden_norm(g[t])]) + g[t] -> g'[t+1], read by the head
-    after `norm`
+    layer([input_layernorm(embed(x[t+1])), hidden_norm(g[t])]) + g[t] -> g'[t+1], read by the head after `norm`
 
 g' is fed back before `norm`, or after it with `norm_output`. EAGLE-3.1 added the options `fc_norm`
 and `norm_output`. In a head with several layers, all but the first are Llama layers that read the

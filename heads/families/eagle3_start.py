@@ -2,9 +2,10 @@
 
 They are fitted by least squares to the target's hidden states.
 
-    hidden[t+1] ~ A streams[t] + B embed(x[t+1]) + C copies[t] A -> fc B -> attention heads that
-        attend to their own row C -> attention heads that attend to earlier rows whose token was
-        x[t+1] and copy the token that followed it
+    hidden[t+1] ~ A streams[t] + B embed(x[t+1]) + C copies[t]
+      A -> fc
+      B -> attention heads that attend to their own row
+      C -> attention heads that attend to earlier rows whose token was x[t+1] and copy the token that followed it
 
 `hidden` is the state from which the target predicts x[t+2]. Training finds these maps slowly. The
 last one, attention that copies (an "induction head", Olsson et al., arXiv 2209.11895), forms late

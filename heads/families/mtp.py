@@ -2,8 +2,7 @@
 
 The layer is applied once for every draft token.
 
-    combine([norm(embed(x[t+1])), norm(f[t])]) -> decoder layer -> final norm -> f'[t+1], read by
-    the target's head
+    combine([norm(embed(x[t+1])), norm(f[t])]) -> decoder layer -> final norm -> f'[t+1], read by the target's head
 
 See DeepSeek-V3, arXiv 2412.19437, and MiMo, arXiv 2505.07608. The decoder layer is the target's
 class in transformers with its attention replaced by ours; `mtp_layouts` has the other differences

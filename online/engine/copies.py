@@ -84,7 +84,7 @@ def refill_projections(
 ) -> None:
     """Write a checkpoint's keys and values into the copies on one tensor-parallel rank.
 
-    Raises: the same errors as `refill`.
+    Raises the same errors as `refill`.
     """
     for kind, buffer in (("weight", block._fused_kv_weight), ("bias", block._fused_kv_bias)):
         if (

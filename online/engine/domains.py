@@ -3,8 +3,7 @@
 The engine counts them at the point where vLLM counts all drafts.
 
     scheduler: a verified draft ─► counts by domain ─► utility call ─► GET /redraft/status ─► the learner's canary
-    worker: the step's output names the requests whose drafts came from another proposer: such
-        drafts do not count
+    worker: the step's output names the requests whose drafts came from another proposer ─► not counted
 
 vLLM's own counters do not distinguish domains, and include lookups and padding. With them, a canary
 that gets more requests from an easy domain, or more lookups, would look better than it is. They are

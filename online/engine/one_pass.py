@@ -1,7 +1,6 @@
 """Find the largest logits of a row and its log-sum-exp in one pass over the logits, on a GPU.
 
-    logits ─► kernel: maxima of groups, peaks and sums of chunks ─► the k groups with the largest
-    maxima ─► k largest
+    logits ─► kernel: maxima of groups, peaks and sums of chunks ─► the k groups with the largest maxima ─► k largest
 
 These groups contain the k largest logits, or equal ones. Only these groups are read a second time:
 2,048 of 128,000 logits. The float32 softmax of the whole row is never stored. There are few

@@ -4,8 +4,8 @@ Records contain the version, LABEL@DIGEST, which is empty for the weights from t
 
     reload_weights, load_weights, a weight update, sleep at level 2 ─► has_moved
     the end of an update, else the next engine step ─► settle: tied heads, digest, version ─► records, status
-    a step or status, at most once in LOOK_S ─► a matrix and the next pieces: new sum, e.g. after
-        `param.copy_` ─► settle
+    a step or status, at most once in LOOK_S ─► a matrix and the next pieces: new sum, e.g. after `param.copy_`
+                                                ─► settle
     a trainer names its weights (EngineCore.set_weight_version) ─► label
 
 Another process may replace the weights of a running server: reinforcement learning does so after

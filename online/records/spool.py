@@ -1,7 +1,6 @@
 """The spool: a folder filled with records by servers and emptied by the learner, without a broker.
 
-    server ─► .<name>.partial ─ rename ─► <time>-<server>-<number>.records ─► learner reads,
-    commits, unlinks
+    server ─► .<name>.partial ─ rename ─► <time>-<server>-<number>.records ─► learner reads, commits, unlinks
 
 A file appears complete or not at all, and survives restarts of servers and learner. A learner
 killed between commit and unlink reads the file again, so every record arrives at least once. The

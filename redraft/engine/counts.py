@@ -4,8 +4,9 @@ This module imports no torch.
 
 T = output tokens, K = num_speculative_tokens.
 
-`c_j` acceptance per position: fraction of drafts whose tokens 1..j were all accepted `tau` tokens
-emitted per target step, including the target's ("bonus") token: 1 + accepted / drafts
+    c_j    acceptance per position: fraction of drafts whose tokens 1..j were all accepted
+    tau    tokens emitted per target step, including the target's ("bonus") token:
+           1 + accepted / drafts
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
             ... the files of the block ...
             provenance.json                     origin: target, draft, configuration
             manifest.json                       size and SHA-256 of every other file, written last
-        _seal(partial, folder)                   manifest, flush, rename
+        _seal(partial, folder)                  manifest, flush, rename
     verify(folder)                              names the first missing, truncated or altered file
     write_whole(path, content)                  one file, one rename
 

@@ -219,7 +219,7 @@ def _refuse_two(folder: Path) -> None:
 def tensor_entries(folder: Path) -> dict[str, dict[str, Any]]:
     """Return each tensor's dtype and shape in a safetensors folder (`safetensors_header`), by name.
 
-    Raises: the same errors as `tensor_files`.
+    Raises the same errors as `tensor_files`.
     """
     files = sorted(set(tensor_files(folder).values()))
     return {name: entry for file in files for name, entry in safetensors_header(file).items()}

@@ -70,7 +70,7 @@ class TargetFolder:
     def fetch_and_check(self) -> Path:
         """Fetch the files that are on the hub, check all files once, and return the folder.
 
-        Raises: the same errors as `fetch_model` and `check_model_folder`.
+        Raises the same errors as `fetch_model` and `check_model_folder`.
         """
         return self._checked
 
@@ -120,7 +120,7 @@ class TargetFolder:
 
     @property
     def sizes(self) -> TargetSizes:
-        """Return the bytes of the weights in `dtype`. Raises: the same errors as `size_weights`."""
+        """Return the bytes of the weights in `dtype`. Raises the same errors as `size_weights`."""
         import torch
 
         from redraft.files.target_sizes import size_weights
