@@ -2,10 +2,8 @@
 
 The states that a head reads are captured too.
 
-    python run_capture.py '{"target": folder, "draft": folder, "method": "eagle3", "spool": folder,
-    "engine": {...},
-                            "rounds": [{"prompts": [[1, 2, ...], ...], "sampling": [{...}, ...],
-                            "aborted": []}, ...]}'
+    python run_capture.py '{"target": folder, "draft": folder, "method": "eagle3", "spool": folder, "engine": {...},
+                            "rounds": [{"prompts": [[1, 2, ...], ...], "sampling": [{...}, ...], "aborted": []}, ...]}'
 
 The prompts of a round are answered together; a later round may find earlier prompts in the cache.
 `engine` and `sampling` are options of vLLM, the latter one for each prompt, perhaps with the folder of

@@ -2,8 +2,7 @@
 
 Recorded, with a swap between.
 
-    python run_images.py '{"model_type": "qwen3_vl", "dtype": "float32", "folder": ..., "tokenizer":
-    ...}'
+    python run_images.py '{"model_type": "qwen3_vl", "dtype": "float32", "folder": ..., "tokenizer": ...}'
 
 Needs torchvision (`model_runners.with_torchvision`). Writes `target`, the heads `first` and
 `second`, the spool `records`, and `texts.pt`: for each request what `by_transformers` returns.

@@ -2,8 +2,7 @@
 
 What it says and answers is printed.
 
-    python run_install.py '{"target": folder, "draft": folder, "spool": folder, "failures":
-    ["fingerprint", ...]}'
+    python run_install.py '{"target": folder, "draft": folder, "spool": folder, "failures": ["fingerprint", ...]}'
 
 The draft "ngram" is a lookup. The engine starts with the first failure; the worker is set up again
 with each of the others, and at last with none. Prints one line of JSON: for each `status` (the

@@ -2,8 +2,7 @@
 
 The swap comes between two steps of running requests.
 
-    python run_kept_cache.py '{"target": folder, "draft": folder, "method": "draft_model", "cached":
-    [[1, ...], ...],
+    python run_kept_cache.py '{"target": folder, "draft": folder, "method": "draft_model", "cached": [[1, ...], ...],
                                "running": [[1, ...], ...], "swap": folder or null}'
 
 The prompts `cached` are answered twice. Then those of `running` are answered, with the swap after

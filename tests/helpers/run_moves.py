@@ -2,8 +2,7 @@
 
 What it answers, and how it names its weights, is printed.
 
-    python run_moves.py '{"targets": [folder, folder], "draft": folder, "spool": folder, "prompts":
-    [[ids], ...]}'
+    python run_moves.py '{"targets": [folder, folder], "draft": folder, "spool": folder, "prompts": [[ids], ...]}'
 
 Prints one line of JSON: a report for the start and each move, with `outputs` (token ids by prompt),
 `version` and `expected`, the index of the target that should answer.

@@ -2,8 +2,7 @@
 
 In this process failures can be injected.
 
-    python run_swaps.py '[{"target": folder, "draft": folder, "method": "eagle3", "swaps": [["load",
-    folder], ...]}]'
+    python run_swaps.py '[{"target": folder, "draft": folder, "method": "eagle3", "swaps": [["load", folder], ...]}]'
 
 Runs one engine after the other. `speculative` adds to vLLM's --speculative-config. Swaps:
     load FOLDER         swap
