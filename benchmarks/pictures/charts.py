@@ -34,7 +34,7 @@ def read_speeds(page: str) -> list[dict[str, Any]]:
         for load, cell in zip(LOADS, read_cells(page, beginning), strict=False):
             (figure,) = read_figures(cell)
             low, high = figure.interval or (None, None)
-            label = "\n".join(textwrap.wrap(name, 21))
+            label = "\n".join(textwrap.wrap(name, 22))
             rows.append(
                 {"draft": label, "load": load, "value": figure.value, "low": low, "high": high}
             )
@@ -54,7 +54,7 @@ def draw_speeds(rows: list[dict[str, Any]]) -> str:
                 labelExpr=r"split(datum.label, '\n')", labelLimit=0, domain=False, ticks=False
             ),
         ),
-        yOffset=alt.YOffset("load:N", sort=list(LOADS)),
+        yOffset=alt.YOffset("load:N", sort=list(LOADS), scale=alt.Scale(padding=0.1)),
     )
     x = alt.X(
         "value:Q",
@@ -67,7 +67,7 @@ def draw_speeds(rows: list[dict[str, Any]]) -> str:
         scale=alt.Scale(domain=list(LOADS), range=[COLORS[0], COLORS[4]]),
         legend=alt.Legend(title=None, orient="top", direction="horizontal"),
     )
-    bars = base.mark_bar(height={"band": 0.8}, cornerRadiusEnd=3).encode(x=x, color=color)
+    bars = base.mark_bar(cornerRadiusEnd=3).encode(x=x, color=color)
     numbers = base.mark_text(align="left", dx=6, fontWeight=600, color="#fff").encode(
         x=alt.datum(0), text=alt.Text("value:Q", format=".2f")
     )
