@@ -77,17 +77,32 @@ SHIM = "https://unpkg.com/iframe-worker/shim"
 STYLE = """/* Tables use a wide window, and diagrams of 98 characters fit a narrow one. */
 @media (min-width: 76.25em) { .md-grid { max-width: min(76rem, 100vw - 2.4rem); } }
 .md-typeset pre > code { font-size: 0.72em; }
-/* The name that a row is about is not broken, and a table without a head has no bar. */
-.md-typeset td:first-child code { word-break: normal; overflow-wrap: normal; }
-.md-typeset table:not([class]) th { min-width: 3.5rem; }
+/* Commands and comments wrap; diagrams and outputs do not. */
+.md-typeset :is(.language-bash, .language-toml) pre > code { white-space: pre-wrap; }
+/* A table without a head has no bar. */
+.md-typeset table:not([class]) th { min-width: 3rem; }
+.md-typeset table:not([class]) :is(th, td) { padding: 0.7em 0.9em; }
 .md-typeset thead:not(:has(th:not(:empty))) { display: none; }
-/* A flag is not broken at its hyphens, except in a narrow table. */
+/* Long names are broken only after _ and /, and flags at their hyphens only in a narrow table. */
+.md-typeset :is(th, td) code { word-break: normal; overflow-wrap: normal; }
 .flag { white-space: nowrap; }
-@media (max-width: 44.9em) { td .flag { white-space: normal; } }
+@media (max-width: 44.9em) { :is(th, td) .flag { white-space: normal; } }
+@media (min-width: 45em) {
+  .md-typeset td:first-child code { white-space: nowrap; }
+  td:first-child code wbr { display: none; }
+}
+/* The link of a heading needs no line of its own. */
+.md-typeset .headerlink { margin-right: -2em; }
+/* Every name in a class or module is an attribute. */
+.doc-label:is(.doc-label-class-attribute, .doc-label-instance-attribute, .doc-label-module-attribute) {
+  display: none;
+}
+.doc-label code { color: inherit; }
 """
 
-FLAG = re.compile(r"(?<![\w/])--?[a-z][\w.-]*")
-INLINE_CODE = re.compile(r"<code>([^<]*)</code>")
+FLAG_OR_LONG = re.compile(r"(?<![\w/])(?P<flag>--?[a-z][\w.-]*)|\S{25,}")
+BREAK_AFTER = re.compile(r"[_/](?=\w)")
+INLINE_CODE = re.compile(r"(?<!<pre>)<code>([^<]*)</code>")
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 
 
@@ -119,7 +134,7 @@ def main(folder: Path) -> None:
 
 
 def finish(html: Path) -> None:
-    """Replace the address of `SHIM` in every page with its copy in docs/, and mark flags.
+    """Replace the address of `SHIM` in every page with its copy in docs/, and mark breaks in code.
 
     Raises:
         RuntimeError: a page still loads it from the network.
@@ -129,12 +144,18 @@ def finish(html: Path) -> None:
         text = page.read_text().replace(f' src="{SHIM}" type="text/javascript">', f">{script}")
         if f'"{SHIM}"' in text:
             raise RuntimeError(f"{page} loads {SHIM}")
-        page.write_text(INLINE_CODE.sub(_mark_flags, text))
+        page.write_text(INLINE_CODE.sub(_mark_breaks, text))
 
 
-def _mark_flags(code: re.Match[str]) -> str:
-    marked = FLAG.sub(r'<span class="flag">\g<0></span>', code[1])
-    return f"<code>{marked}</code>"
+def _mark_breaks(code: re.Match[str]) -> str:
+    """Inline code, in which a flag is one piece, and a long name may be broken after _ and /."""
+
+    def mark(part: re.Match[str]) -> str:
+        if part["flag"]:
+            return f'<span class="flag">{part[0]}</span>'
+        return BREAK_AFTER.sub(r"\g<0><wbr>", part[0])
+
+    return f"<code>{FLAG_OR_LONG.sub(mark, code[1])}</code>"
 
 
 def _read(name: str) -> str:
@@ -184,7 +205,7 @@ def _copy(path: Path, pages: Path) -> str:
 
 def _commands() -> Iterator[str]:
     """The lines of the command reference."""
-    yield "# Commands"
+    yield "# Commands\nEvery command with all of its flags, as `--help-all` prints them."
     for name, _ in list_recipes():
         words = name.split()
         names = [[*words, family] for family in list_trained()] if name == "train" else [words]
@@ -200,7 +221,7 @@ def _commands() -> Iterator[str]:
 
 def _settings() -> Iterator[str]:
     """The lines of the reference of settings files."""
-    yield "# Settings"
+    yield "# Settings\nEvery key of the settings files, with its default and its meaning."
     for title, config in {"learner.toml": LearnerConfig, "tap.toml": TapConfig}.items():
         yield f"\n## {title}\n\n```toml\n{render_example(config)}\n```"
 
@@ -257,6 +278,7 @@ paths = ["{ROOT}"]
 
 [project.plugins.mkdocstrings.handlers.python.options]
 docstring_style = "google"
+docstring_section_style = "list"
 show_source = false
 show_root_heading = true
 members_order = "source"
