@@ -82,7 +82,7 @@ def require_private(path: Path) -> None:
     The group may read it: with an fsGroup, Kubernetes mounts secrets with mode 0440.
 
     Raises:
-        ValueError: if the mode is more permissive.
+        ValueError: the mode is more permissive.
     """
     _require_private(path, path.stat().st_mode)
 
@@ -99,7 +99,7 @@ def write_token(path: Path) -> None:
     """Write a new token of 256 bits to `path`, readable by this user only.
 
     Raises:
-        FileExistsError: if the file exists.
+        FileExistsError: the file exists.
     """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -463,7 +463,7 @@ def require_json(value: Any) -> None:
     """Refuse values that a server never passes to a chat template.
 
     Raises:
-        UnusableRowError: if a text contains an incomplete character, or a call a table's date
+        UnusableRowError: a text contains an incomplete character, or a call a table's date
             value.
     """
     try:

@@ -109,7 +109,7 @@ def _is_on_hub(source: str) -> bool:
     """Whether a source that is not a folder is the name of a data set.
 
     Raises:
-        ValueError: if it is a web address, or a file of a different kind.
+        ValueError: it is a web address, or a file of a different kind.
     """
     if "://" in source:
         raise ValueError(f"{source} is a web address: download the data, and give the file")
@@ -214,7 +214,7 @@ def open_plain(path: Path) -> Iterator[BinaryIO]:
     """Open a file's uncompressed content.
 
     Raises:
-        ValueError: if the content is corrupt, its end is missing, or it is not the data itself.
+        ValueError: the content is corrupt, its end is missing, or it is not the data itself.
     """
     try:
         with path.open("rb") as file:

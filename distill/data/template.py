@@ -76,7 +76,7 @@ def _parse(template: str) -> nodes.Template:
     """Return the syntax tree.
 
     Raises:
-        ValueError: if the template is not valid.
+        ValueError: the template is not valid.
     """
     # Imported here, because it takes a second, too long for --help.
     from transformers.utils import chat_template_utils

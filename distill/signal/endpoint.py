@@ -49,7 +49,7 @@ class Endpoint:
         `timeout_s` limits a single attempt.
 
         Raises:
-            ValueError: if `url` is not an HTTP address, `concurrency` is less than 1, the
+            ValueError: `url` is not an HTTP address, `concurrency` is less than 1, the
                 certificates cannot be read, or no header can contain the key.
         """
         address = read_address(url)
@@ -121,7 +121,7 @@ class Endpoint:
         """Return the server's answer to a request for the model.
 
         Raises:
-            RequestRefusedError: if the server refuses this request.
+            RequestRefusedError: the server refuses this request.
             ConnectionError: after `attempts` tries, or if the server has no such API or no valid
                 certificate; the message names the URL.
         """

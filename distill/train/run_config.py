@@ -114,9 +114,9 @@ class Signal:
     they do not compute `prompt_logprobs`.
     """
     url: tuple[str, ...] = ()
-    """Addresses of the target's vLLM servers, http://HOST:PORT. Each request goes to the least busy
-    server, and a failed server is skipped until it recovers. For a head, start the servers with
-    `redraft serve-features`; for a standalone draft, with --max-logprobs of at least k.
+    """Addresses of the target's vLLM servers, `http://HOST:PORT`. Each request goes to the least
+    busy server, and a failed server is skipped until it recovers. For a head, start the servers
+    with `redraft serve-features`; for a standalone draft, with --max-logprobs of at least k.
     """
     storage: str = DEFAULT_STORAGE
     """Folder or fsspec URL from which hidden states are read, for a head with servers. It must

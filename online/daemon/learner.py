@@ -68,7 +68,7 @@ def run(cfg: LearnerConfig) -> None:
 
     Raises:
         ValueError, OSError: for errors that the user can fix.
-        AlreadyOwnedError: if another learner owns this draft or this folder.
+        AlreadyOwnedError: another learner owns this draft or this folder.
     """
     token = (
         cfg.fleet.token()

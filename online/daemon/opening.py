@@ -128,7 +128,7 @@ def open_buffer(
     `headers` is needed only if records will be added.
 
     Raises:
-        ValueError: if drafts of this family cannot learn online.
+        ValueError: drafts of this family cannot learn online.
         AlreadyOwnedError,
         BufferFullError: as `Buffer` does.
     """
@@ -150,8 +150,8 @@ def provide_first_version(cfg: LearnerConfig, registry: Registry, target: Target
     If the registry is empty, the initial draft becomes the first version.
 
     Raises:
-        ValueError: if the registry is empty and there is no initial draft, if no version that was
-            ever current is intact, or if a draft is for a different target or tokenizer.
+        ValueError: the registry is empty and there is no initial draft, no version that was ever
+            current is intact, or a draft is for a different target or tokenizer.
     """
     if not registry.versions():
         if cfg.draft.initial is None:

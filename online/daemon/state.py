@@ -128,7 +128,7 @@ def advance(state: State, event: Event, *, candidate: str | None = None, reason:
     phase.
 
     Raises:
-        IllegalEventError: if the table has no such transition.
+        IllegalEventError: the table has no such transition.
     """
     phase = TRANSITIONS.get((state.phase, event))
     if phase is None:

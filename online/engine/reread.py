@@ -147,7 +147,7 @@ class Rereader:
         `proposer` is vLLM's proposer for the draft, and `groups` are its layers' attention groups.
 
         Raises:
-            ValueError: if the layout of the draft's KV cache is not supported here.
+            ValueError: the layout of the draft's KV cache is not supported here.
         """
         self.runner, self.proposer, self.groups, self.read_text = (
             runner,

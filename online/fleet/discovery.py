@@ -67,8 +67,8 @@ class FleetConfig:
         """Return the bearer token for the servers.
 
         Raises:
-            ValueError: if there is no token, or no server is configured.
-            FileNotFoundError: if the token's file is missing.
+            ValueError: there is no token, or no server is configured.
+            FileNotFoundError: the token's file is missing.
         """
         if not (self.servers or self.file or self.name):
             raise ValueError(
@@ -107,9 +107,9 @@ async def discover(cfg: FleetConfig) -> dict[str, str]:
     """Return the current bearer token for each server, keyed by address.
 
     Raises:
-        ValueError: if there is no token, no server is configured, or the file is not a valid
+        ValueError: there is no token, no server is configured, or the file is not a valid
             fleet.toml.
-        OSError: if the file or the name cannot be resolved.
+        OSError: the file or the name cannot be resolved.
     """
     token = cfg.token()
     # The order is kept, because the first server to answer becomes the canary.
@@ -125,8 +125,8 @@ def read_fleet(path: Path, token: str) -> dict[str, str]:
     """Return the token for each server in fleet.toml, keyed by address.
 
     Raises:
-        ValueError: if the file is not a valid fleet.toml.
-        OSError: if the file, or a token's file, cannot be read.
+        ValueError: the file is not a valid fleet.toml.
+        OSError: the file, or a token's file, cannot be read.
     """
     return {
         server.url.rstrip("/"): read_token(path.parent / server.token_file)
@@ -140,8 +140,8 @@ def list_servers(path: Path) -> list[ListedServer]:
     """List the servers in fleet.toml.
 
     Raises:
-        ValueError: if the file is not a valid fleet.toml.
-        OSError: if it cannot be read.
+        ValueError: the file is not a valid fleet.toml.
+        OSError: it cannot be read.
     """
     try:
         return msgspec.convert(tomllib.loads(path.read_text("utf-8-sig")), FleetFile).servers
@@ -157,7 +157,7 @@ async def resolve_addresses(url: str) -> list[str]:
     Without an IPv4 address, return one URL per IPv6 address.
 
     Raises:
-        OSError: if the name does not resolve to any address.
+        OSError: the name does not resolve to any address.
     """
     parts = urlsplit(url)
     assert parts.hostname is not None

@@ -79,7 +79,7 @@ def read_id(folder: Path) -> str:
     Empty if it has no id because no learner has owned it so far.
 
     Raises:
-        OSError: if the file exists but cannot be read.
+        OSError: the file exists but cannot be read.
     """
     # This is a second copy of the id, because servers refuse versions from a registry with a
     # different id.
@@ -95,7 +95,7 @@ def hash_manifest(version: Path) -> str:
     It identifies every byte of the version.
 
     Raises:
-        OSError: if there is no manifest, or it cannot be read.
+        OSError: there is no manifest, or it cannot be read.
     """
     return hashlib.sha256((version / artifact.MANIFEST).read_bytes()).hexdigest()
 
@@ -121,7 +121,7 @@ class Registry:
         """Open a registry that exists.
 
         Raises:
-            FileNotFoundError: if there is no such folder.
+            FileNotFoundError: there is no such folder.
         """
         if not folder.is_dir():
             raise FileNotFoundError(
@@ -134,7 +134,7 @@ class Registry:
         """Own the draft while the block runs.
 
         Raises:
-            AlreadyOwnedError: if another learner owns it; the message names the process and the
+            AlreadyOwnedError: another learner owns it; the message names the process and the
                 machine.
         """
         with own(self.folder / "lock", "a learner"):
@@ -258,7 +258,7 @@ class Registry:
         """Return the folder of a version.
 
         Raises:
-            FileNotFoundError: if there is no such version; the message lists the newest ones.
+            FileNotFoundError: there is no such version; the message lists the newest ones.
         """
         if version not in self.versions():
             newest = ", ".join(self.versions()[-5:]) or "none"
@@ -281,8 +281,8 @@ class Registry:
         fingerprint `target_fingerprint` refuse the version.
 
         Raises:
-            FileExistsError: if another process published at the same time.
-            OSError: if the disk is full.
+            FileExistsError: another process published at the same time.
+            OSError: the disk is full.
         """
         version = f"v{self._highest_number() + 1:06d}"
 
@@ -303,8 +303,8 @@ class Registry:
         """Make a version current, after verifying every byte of it.
 
         Raises:
-            FileNotFoundError: if there is no such version.
-            ValueError: if it is damaged; the message names the file.
+            FileNotFoundError: there is no such version.
+            ValueError: it is damaged; the message names the file.
         """
         artifact.verify(self.path(version))
         self._write_promoted([*(name for name in self.promoted() if name != version), version])
@@ -324,8 +324,8 @@ class Registry:
         Returns the name of that version.
 
         Raises:
-            FileNotFoundError: if there is no such version, or `to` was never current.
-            ValueError: if the version is damaged; the message names the file.
+            FileNotFoundError: there is no such version, or `to` was never current.
+            ValueError: the version is damaged; the message names the file.
         """
         if to and to not in self.promoted():
             current, known = self.current(), ", ".join(self.promoted()) or "none"
@@ -355,7 +355,7 @@ class Registry:
         draft if a swap fails halfway.
 
         Raises:
-            ValueError: if `keep` is below 1.
+            ValueError: `keep` is below 1.
         """
         if keep < 1:
             raise ValueError(f"keep is {keep}: it must be at least 1")

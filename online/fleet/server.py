@@ -340,8 +340,8 @@ class FleetServer:
         After an error, the swap may still have happened, or may happen later.
 
         Raises:
-            UnreachableError: if the server does not answer.
-            RefusedError: if it keeps the old draft.
+            UnreachableError: the server does not answer.
+            RefusedError: it keeps the old draft.
         """
         identity = self._identify(version)
         body = {
@@ -522,7 +522,7 @@ def _count_lost(capture: Mapping[str, Any]) -> dict[str, int]:
     """Count the lost records by reason.
 
     Raises:
-        ValueError: if a counter is not a valid count.
+        ValueError: a counter is not a valid count.
     """
     lost = {}
     for counter, reason in CAPTURE_DROP_REASONS.items():

@@ -470,7 +470,7 @@ class Buffer(AbstractContextManager["Buffer"]):
         """Commit a checkpoint: every record up to `through` was trained on or skipped before it.
 
         Raises:
-            BufferFullError: if the disk is full. The checkpoint does not count then.
+            BufferFullError: the disk is full. The checkpoint does not count then.
         """
         with self._lock, named_disk_full():
             self._cursor.commit(Commit(checkpoint_id=checkpoint_id, through=through))

@@ -287,7 +287,7 @@ def connect(path: Path | None) -> sqlite3.Connection:
     Every commit is written to the disk before it returns.
 
     Raises:
-        ValueError: if a different release wrote the file, with different columns.
+        ValueError: a different release wrote the file, with different columns.
     """
     # Python's transactions are off, because `transaction` begins and ends them. The buffer's lock
     # serialises the threads.
@@ -369,7 +369,7 @@ def _build_index(rows: Iterable[Any]) -> Index:
     There are few distinct names, so they are interned to share memory.
 
     Raises:
-        DamagedFileError: if a value has the wrong type.
+        DamagedFileError: a value has the wrong type.
     """
     values = []
     try:

@@ -141,7 +141,7 @@ class Candidate:
         """Start from the weights of a version, with a fresh optimizer.
 
         Raises:
-            ValueError: if the draft's attention would not launch on the GPU.
+            ValueError: the draft's attention would not launch on the GPU.
         """
         self._require_attention(version)
         if self._distillation is not None:

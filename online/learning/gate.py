@@ -271,7 +271,7 @@ def spent_confidence(confidence: float, look: int) -> float:
     2)) + ... = 1, so no number of looks has to be agreed on beforehand.
 
     Raises:
-        ValueError: if `look` is below 1.
+        ValueError: `look` is below 1.
     """
     if look < 1:
         raise ValueError(f"look must be at least 1, got {look}")

@@ -82,9 +82,9 @@ class Spool:
         The remaining files stay in the spool.
 
         Raises:
-            BufferFullError: if the buffer's disk is full.
-            FileNotFoundError: if there is no spool yet.
-            OSError: if the spool cannot be read, or a file cannot be removed.
+            BufferFullError: the buffer's disk is full.
+            FileNotFoundError: there is no spool yet.
+            OSError: the spool cannot be read, or a file cannot be removed.
         """
         if not self.folder.is_dir():
             raise FileNotFoundError(
@@ -188,7 +188,7 @@ def store(frames: Frames, buffer: Buffer, vocab_size: int, now_s: float) -> Take
     """Commit `frames` to the buffer in transactions of bounded size.
 
     Raises:
-        BufferFullError: if the buffer's disk is full. In this case, the last records were not
+        BufferFullError: the buffer's disk is full. In this case, the last records were not
             stored, and all records can be sent again.
     """
     taken = Taken()

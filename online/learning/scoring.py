@@ -66,7 +66,7 @@ def score_by_context(
     is explained at `make_batches`.
 
     Raises:
-        ValueError: if the draft has fewer draft steps than `num_speculative_tokens`.
+        ValueError: the draft has fewer draft steps than `num_speculative_tokens`.
     """
     batch = _make_batch(record, sequence_length, reads, needed_states)
     if batch is None:

@@ -109,8 +109,8 @@ class StreamSource:
         The result is empty if no record arrived for a moment.
 
         Raises:
-            BufferFullError: if the buffer's disk is full; no record is lost.
-            BrokerError: if NATS does not answer; no record is lost.
+            BufferFullError: the buffer's disk is full; no record is lost.
+            BrokerError: NATS does not answer; no record is lost.
         """
         try:
             with wrap_broker_errors(self.ingest):
@@ -158,7 +158,7 @@ class StreamSource:
         """Overwrite a message in the broker's files.
 
         Raises:
-            BrokerError: if the broker refuses or does not answer.
+            BrokerError: the broker refuses or does not answer.
         """
         request = json.dumps({"seq": message.metadata.sequence.stream}).encode()
         subject = f"$JS.API.STREAM.MSG.DELETE.{self.config.stream}"
@@ -345,7 +345,7 @@ async def _make_way(stream: Any, config: Nats) -> None:
     """Delete former learners' consumers of these records.
 
     Raises:
-        BrokerError: if one of them is running.
+        BrokerError: one of them is running.
     """
     for found in await stream.consumers_info(config.stream):
         # A running learner nearly always has a pending request at the broker; a former learner

@@ -202,8 +202,8 @@ class Trainer:
         If this raises an error, the last checkpoint still counts.
 
         Raises:
-            NotFiniteError: if the weights are not finite.
-            OSError: if a disk is full.
+            NotFiniteError: the weights are not finite.
+            OSError: a disk is full.
         """
         name = f"checkpoint-{self._next_number():06d}"
         # The files are written before the commit: a kill in between leaves a checkpoint that does

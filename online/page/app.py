@@ -117,7 +117,7 @@ async def serve_in_background(app: Starlette, page: Page) -> AsyncIterator[str]:
     Port 0 selects a free port.
 
     Raises:
-        OSError: if the port is taken, or the host is not an address of this machine.
+        OSError: the port is taken, or the host is not an address of this machine.
     """
     server = OperatorServer(app, page.host, page.port, setting="page.port", hosts=page.hosts)
     serving = asyncio.create_task(server.serve([server.socket]))

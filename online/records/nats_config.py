@@ -95,7 +95,7 @@ def parse_addresses(ingest: str) -> list[str]:
     """Split an ingest address into the addresses of the individual servers.
 
     Raises:
-        ValueError: if one of them is not a nats:// or tls:// address.
+        ValueError: one of them is not a nats:// or tls:// address.
     """
     found = [address.strip() for address in ingest.split(",")]
     for address in found:

@@ -91,7 +91,7 @@ def stored_name(tenant: str) -> str:
     Records without a tenant have the empty name.
 
     Raises:
-        ValueError: if the name is empty.
+        ValueError: the name is empty.
     """
     if not tenant.strip():
         raise ValueError(

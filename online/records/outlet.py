@@ -74,7 +74,7 @@ class Recording(Sample):
         """Create the spool at the start, because later write failures would only be counted.
 
         Raises:
-            OSError: if the folder cannot be created or written.
+            OSError: the folder cannot be created or written.
         """
         if self.spool is None:
             return
@@ -100,7 +100,7 @@ class Outlet(Protocol):
         """Write the frames, or queue them.
 
         Raises:
-            OSError: if they are lost.
+            OSError: they are lost.
         """
 
     def status(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def open_outlet(config: Recording, server_id: str, guard: Guard) -> Outlet:
     """Open the configured outlet. Exceptions in its thread are handled by `guard`.
 
     Raises:
-        ValueError: if no outlet is configured.
+        ValueError: no outlet is configured.
     """
     if config.ingest:
         from redraft.online.records.publisher import Publisher  # nats-py is an extra

@@ -385,7 +385,7 @@ def decode_record(frame: bytes) -> Record:
     """Decode the record in one frame.
 
     Raises:
-        CorruptRecordError: if the frame is torn, bit-flipped, or inconsistent; `reason` names the
+        CorruptRecordError: the frame is torn, bit-flipped, or inconsistent; `reason` names the
             kind.
     """
     return _decode_payload(_unframe(frame))
@@ -444,7 +444,7 @@ def _decompress(payload: bytes) -> bytes:
     """Decompress a payload.
 
     Raises:
-        CorruptRecordError: if the record is too large.
+        CorruptRecordError: the record is too large.
         zstandard.ZstdError: if it cannot be decompressed.
     """
     # E.g. a payload of 1 MiB may decompress to 64 MiB, and a payload of 1 KiB to 1 MiB and 64 KiB.

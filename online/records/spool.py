@@ -43,7 +43,7 @@ class SpoolWriter:
         """Write `frames` as one new file.
 
         Raises:
-            OSError: if the disk is full or the folder is not writable; no partial file remains.
+            OSError: the disk is full or the folder is not writable; no partial file remains.
         """
         # Token ids are users' text, so only the owner may read it. To allow a group, create the
         # folder beforehand and let the group write to it.
@@ -96,7 +96,7 @@ def spool_files(folder: Path) -> list[Path]:
     because it would silently find nothing in a folder that cannot be read.
 
     Raises:
-        OSError: if the folder cannot be read.
+        OSError: the folder cannot be read.
     """
     try:
         with os.scandir(folder) as entries:

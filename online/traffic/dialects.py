@@ -184,7 +184,7 @@ class LlamaCpp(Dialect):
         """Obtain the prompt's ids, which llama.cpp does not return.
 
         Raises:
-            AnswerError: if its tokenizer gives a different number of ids than the server read.
+            AnswerError: its tokenizer gives a different number of ids than the server read.
         """
         assert isinstance(answer, LlamaCppAnswer)
         asked = {"content": answer.prompt, "add_special": True, "parse_special": True}

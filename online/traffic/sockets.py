@@ -309,7 +309,7 @@ class OperatorServer(BoundedServer):
     IP address, names without a dot, `PRIVATE_NAMES`, and `hosts`.
 
     Raises:
-        OSError: if the port is taken, or the host is not an address of this machine; the message
+        OSError: the port is taken, or the host is not an address of this machine; the message
             names `setting`.
     """
 

@@ -329,7 +329,7 @@ def read_sampling(payload: dict[str, Any]) -> Sampling:
     """Read the sampling parameters of an answered request as vLLM interprets them.
 
     Raises:
-        AnswerError: if vLLM would have rejected them, so the server must have interpreted them
+        AnswerError: vLLM would have rejected them, so the server must have interpreted them
             differently.
     """
     given = {

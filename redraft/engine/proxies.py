@@ -68,7 +68,7 @@ def load_certificates(url: str) -> ssl.SSLContext | Literal[False]:
     them.
 
     Raises:
-        ValueError: if SSL_CERT_FILE or SSL_CERT_DIR cannot be read.
+        ValueError: SSL_CERT_FILE or SSL_CERT_DIR cannot be read.
     """
     return urlsplit(url).scheme == "https" and _load_authorities(
         os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR")

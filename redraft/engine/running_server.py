@@ -73,7 +73,7 @@ def read_address(url: str) -> httpx.URL:
     """Parse the address of a server.
 
     Raises:
-        ValueError: if it cannot be one.
+        ValueError: it cannot be one.
     """
     try:
         address = httpx.URL(url)
@@ -216,7 +216,7 @@ def require_part(url: str, answer: Any, *path: str | int) -> Any:
     """Return a part of a response that the engine sends, but a gateway in front of it may drop.
 
     Raises:
-        ValueError: if it is missing.
+        ValueError: it is missing.
     """
     if (found := find_part(answer, *path)) is None:
         raise ValueError(

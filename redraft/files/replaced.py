@@ -38,7 +38,7 @@ def require_apart(file: Path | None, reads: object) -> None:
     """Refuse to write `file` over a folder or over a file that the command reads.
 
     Raises:
-        ValueError: if `file` is a folder, or is in the command's settings `reads`.
+        ValueError: `file` is a folder, or is in the command's settings `reads`.
     """
     if file is None:
         return
