@@ -1,9 +1,9 @@
 """Memory that training permanently takes on a device, in closed form: bytes by use.
 
-    target's weights    whole, sharded by layer, or only embeddings and head (`signal.sharded`)
-    draft's weights     4 bytes per weight, because it trains in float32
-    gradients           4 bytes per weight
-    optimizer state     8 bytes per weight; under Muon, 4 for weights in matrices
+target's weights    whole, sharded by layer, or only embeddings and head (`signal.sharded`)
+draft's weights     4 bytes per weight, because it trains in float32
+gradients           4 bytes per weight
+optimizer state     8 bytes per weight; under Muon, 4 for weights in matrices
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Calculate the compute and memory of a training step on GPUs, and print tables.
 
-    sizes of target and draft ─► counted_step.py ─► work and memory, counted
-    --devices, --signal, --sharding ─► use_devices ─► devices for serving and training, memory of each, steps
+sizes of target and draft ─► counted_step.py ─► work and memory, counted
+--devices, --signal, --sharding ─► use_devices ─► devices for serving and training, memory of each, steps
 """
 
 import functools
