@@ -100,7 +100,7 @@ STYLE = """/* Tables use a wide window, and diagrams of 98 characters fit a narr
 .doc-label code { color: inherit; }
 """
 
-FLAG_OR_LONG = re.compile(r"(?<![\w/])(?P<flag>--?[a-z][\w.-]*)|\S{25,}")
+FLAG_OR_LONG = re.compile(r"(?<![\w/])(?P<flag>--?[a-z][\w.-]*)|\S{18,}")
 BREAK_AFTER = re.compile(r"[_/](?=\w)")
 INLINE_CODE = re.compile(r"(?<!<pre>)<code>([^<]*)</code>")
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
