@@ -10,11 +10,8 @@ the budget and the scheduled draft tokens of each step.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from typing import Any
-
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
 
 STEP_MS = 10.0
 ROW_MS = {"all": 0.0, "trim": 1.5, "none": 1e6}
@@ -29,12 +26,6 @@ def stub(mode: str) -> None:
     from vllm.config import VllmConfig
 
     VllmConfig._validate_adaptive_verification = lambda config: None
-    init = model_runner.init_speculator
-
-    def init_adaptive(vllm_config: Any, *args: Any) -> Any:
-        # After the checks of the configuration, which want CUDA graphs.
-        vllm_config.speculative_config.enable_adaptive_verification = True
-        return init(vllm_config, *args)
 
     def make(**options: Any) -> Any:
         if not options["enable_adaptive_verification"]:
@@ -55,9 +46,21 @@ def stub(mode: str) -> None:
         return made
 
     adaptive._assign_draft_token_budget_compiled = adaptive._assign_draft_token_budget
-    model_runner.init_speculator = init_adaptive
     model_runner.maybe_create_adaptive_verification_manager = make
     model_runner.resolve_adaptive_cudagraph_mode = lambda mode, **_: mode
+
+
+def force() -> None:
+    """Verify adaptively although the configuration does not ask for it."""
+    import vllm.v1.worker.gpu.model_runner as model_runner
+
+    init = model_runner.init_speculator
+
+    def init_adaptive(vllm_config: Any, *args: Any) -> Any:
+        vllm_config.speculative_config.enable_adaptive_verification = True
+        return init(vllm_config, *args)
+
+    model_runner.init_speculator = init_adaptive
 
 
 if __name__ == "__main__":
@@ -65,5 +68,6 @@ if __name__ == "__main__":
 
     if sys.argv[1] != "off":
         stub(sys.argv[1])
+        force()
     run_capture.main(json.loads(sys.argv[2]))
     print("DECIDED", json.dumps(decided))

@@ -54,6 +54,11 @@ def environment(runner: str, *, schedules_ahead: bool = False) -> dict[str, str]
                                    "VLLM_USE_V2_MODEL_RUNNER": "1"}  # fmt: skip
 
 
+def adaptive_environment(mode: str) -> dict[str, str]:
+    """V2's environment, in which a row costs as in this mode of `adaptive_on_cpu`."""
+    return environment("v2") | {"ADAPTIVE_ON_CPU": mode}
+
+
 def with_torchvision() -> dict[str, str]:
     """V1's environment, with torchvision; skips the test if it cannot be installed."""
     if problem := _install("torchvision", TORCHVISION):

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
+import model_runners
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -743,3 +744,48 @@ def test_adaptive_verification_is_refused_before_the_start_and_asked_for_models_
     told = replace(model, curve=curve)
     assert bench.drop_curve(told, BenchConfig(), str(tiny_target)).curve == curve
     assert bench.drop_curve(told, lora, str(tiny_target)).curve == ()
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(2700)
+def test_a_benchmark_measures_adaptive_verification_of_real_servers(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """V2 in Triton's interpreter, without CUDA graphs, where a row costs a seventh of a step."""
+    for name, value in model_runners.adaptive_environment("trim").items():
+        monkeypatch.setenv(name, value)
+    find = partial(adaptive.find_obstacle, on_cpu=False)
+    monkeypatch.setattr(adaptive, "find_obstacle", find)
+    # Its servers need the plain server's mode to have graphs, and here no mode has any.
+    monkeypatch.setattr(bench, "choose_mode", lambda *_, **__: ("compiled", {}))
+    limits = ["--max-num-seqs", "2", "--max-num-batched-tokens", "64", "--max-model-len", "320"]
+    cfg = BenchConfig(
+        target=str(tiny_target),
+        draft=("tests/assets/tiny-eagle3",),
+        prompts="stdlib",
+        temperature=0.0,
+        max_prompt_tokens=64,
+        max_tokens=12,
+        concurrency=(2,),
+        together=3,
+        pace="adaptive",
+        vllm_args=(*limits, "-cc.mode=0", "-cc.cudagraph_mode=FULL"),
+        output=tmp_path / "out",
+    )
+    with measuring_quickly():
+        main(cfg)
+    report = json.loads((cfg.output / "report.json").read_text())
+    jsonschema.validate(report, make_schema())
+    ngram, head = report["drafts"]
+    assert "vLLM chooses those to verify" in head["advice"]
+    assert "vLLM" not in ngram["advice"]
+    assert f'"{adaptive.KEY}": true' in head["serve"]
+    measured = head["measured"]["2"]
+    drafted = measured["rows_per_token"] * measured["tau"] - 1
+    assert 0 < drafted < cfg.num_speculative_tokens, "only verified tokens are counted"
+    assert measured["accepted_per_s"] == pytest.approx(
+        measured["tokens_per_s"] * (1 - 1 / measured["tau"])
+    )
+    log = (cfg.output / "logs" / "vllm-tiny-eagle3.log").read_text()
+    assert "Using V2 Model Runner" in log

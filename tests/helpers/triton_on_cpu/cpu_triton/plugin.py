@@ -1,11 +1,14 @@
 """What the interpreter cannot run, in PyTorch.
 
-And scheduling ahead, which vLLM switches off on a CPU.
+And scheduling ahead, which vLLM switches off on a CPU, and adaptive verification, which needs CUDA
+graphs.
 """
 
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 from typing import Any
 
 
@@ -14,6 +17,11 @@ def register() -> None:
         _replace_kernels()
     if os.environ.get("KEEP_ASYNC_SCHEDULING") == "1":
         _keep_async_scheduling()
+    if mode := os.environ.get("ADAPTIVE_ON_CPU"):
+        sys.path.append(str(Path(__file__).parents[2]))
+        from adaptive_on_cpu import stub
+
+        stub(mode)
 
 
 def _replace_kernels() -> None:
