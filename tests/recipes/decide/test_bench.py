@@ -778,7 +778,7 @@ def test_a_benchmark_measures_adaptive_verification_of_real_servers(
     report = json.loads((cfg.output / "report.json").read_text())
     jsonschema.validate(report, make_schema())
     ngram, head = report["drafts"]
-    assert "vLLM chooses those to verify" in head["advice"]
+    assert "vLLM chooses which of them to verify" in head["advice"]
     assert "vLLM" not in ngram["advice"]
     assert f'"{adaptive.KEY}": true' in head["serve"]
     measured = head["measured"]["2"]
