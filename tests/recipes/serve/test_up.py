@@ -210,6 +210,15 @@ def test_a_learner_that_dies_is_started_again_while_the_server_serves_and_others
     assert events(folder)[-1] == "learner ends"
 
 
+@pytest.fixture
+def interruptible():
+    """A shell's job in the background ignores SIGINT, and so would the tests that it runs."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_the_fleet_is_locked_leaves_no_lock_behind(number, tmp_path, monkeypatch):
     open_file = os.open
