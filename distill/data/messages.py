@@ -463,8 +463,8 @@ def require_json(value: Any) -> None:
     """Refuse values that a server never passes to a chat template.
 
     Raises:
-        UnusableRowError: a text contains an incomplete character, or a call a table's date
-            value.
+        UnusableRowError: a text contains an incomplete character, or a tool call contains
+            a date value from a table.
     """
     try:
         json.dumps(value, ensure_ascii=False).encode()

@@ -214,7 +214,7 @@ def open_plain(path: Path) -> Iterator[BinaryIO]:
     """Open a file's uncompressed content.
 
     Raises:
-        ValueError: the content is corrupt, its end is missing, or it is not the data itself.
+        ValueError: the content is corrupt or truncated, or is only a pointer to the data.
     """
     try:
         with path.open("rb") as file:

@@ -249,7 +249,7 @@ def held_out_prompts(
 
     The prompts are taken from each domain in turn, and the conversations' hashes decide which ones.
     Conversations with the same first question, such as a session recorded after each turn, are not
-    independent: a second one of them is taken only after one with each other first question.
+    independent: one is taken for each first question before a second one is taken for any of them.
     Prompts that occur in `beside` are excluded, and so are repeats: an answer follows from its
     prompt, so they would count the same evidence again. Prompts longer than `max_length` tokens are
     excluded too, and plain documents have no prompt. One line is printed with the number of

@@ -40,7 +40,7 @@ target is quantised to a few bits, some tokens differ. With a different target, 
 """
 
 MAX_UNEVEN = 0.02
-"""Maximum share by which a server's draft tokens may differ from equal numbers in all steps."""
+"""Maximum relative difference from the same number of draft tokens in every step."""
 
 CURE = (
     "the server reads the draft differently from training: export it for this engine "
@@ -64,7 +64,7 @@ def check_server(pair: Pair, check: ServerCheck, facts: dict[str, str]) -> Itera
 
     Raises:
         ConnectionError: the server stopped answering.
-        ValueError: the server drafts nothing or different numbers of tokens, or also serves other
+        ValueError: the server drafts nothing, drafts uneven numbers of tokens, or also serves other
             clients.
     """
     server = check.server

@@ -317,7 +317,7 @@ def _judge_without_forecast(
         )
         if not plan.are_held_out:
             yield (
-                "the acceptance is that of general questions, whose answers continue beyond their "
+                "acceptance was measured on general questions, with answers that run beyond their "
                 "end: set --prompts to measure it on your text"
             )
 

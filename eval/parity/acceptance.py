@@ -79,7 +79,7 @@ def find_lost_acceptance(counts: AcceptanceCounts, trained_tau: float) -> Iterat
     """Yield a finding if serving accepts clearly less than training measured on held-out text.
 
     Use this for a draft without a forecast. Greedy answers are more predictable than held-out text.
-    Few drafts show no spread if all of them accept nothing, so they are no evidence.
+    If no token is accepted, the standard error is 0, so a few drafts are not evidence.
     """
     served, expected = counts.tau - 1, trained_tau - 1
     if counts.num_drafts < MIN_DRAFTS:

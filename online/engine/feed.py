@@ -294,7 +294,7 @@ def _find_skip_reason(request: Any, origin: Origin, *, with_states: bool) -> str
     params = request.sampling_params
     reasons = {
         "opt_out": origin.opt_out,
-        # The prefill gives the only token, which is never drafted. E.g. each step of a beam search.
+        # The prefill yields the only token, so no draft proposes it (e.g. a step of a beam search).
         "one_token": params.max_tokens == 1,
         # A record cannot express how the engine then chooses its tokens.
         "watermark": bool(params.watermarking),

@@ -230,7 +230,7 @@ class Registry:
         ) from error
 
     def choose_current(self) -> str:
-        """Return the current version, also of a copy without the link `current`.
+        """Return the current version, even if the link `current` is missing, as in some copies.
 
         Raises:
             FileNotFoundError: there is no version.

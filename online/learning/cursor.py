@@ -57,7 +57,7 @@ class Cursor:
         """Add a commit.
 
         Raises:
-            OSError: the disk cannot be written, in which case the commit does not count.
+            OSError: the disk cannot be written to, in which case the commit does not count.
         """
         commits = (commit, *self.commits)[:MAX_COMMITS]
         # The disk is written first: if it is full, the memory still agrees with the file.
@@ -68,7 +68,7 @@ class Cursor:
         """Add a tenant to the deleted ones.
 
         Raises:
-            OSError: the disk cannot be written.
+            OSError: the disk cannot be written to.
         """
         forgotten = {**self.forgotten, tenant_sha256: time_s}
         if self.folder is not None:
@@ -81,7 +81,7 @@ class Cursor:
         """Replace `past`.
 
         Raises:
-            OSError: the disk cannot be written, in which case the new value lasts only until the
+            OSError: the disk cannot be written to, in which case the new value lasts only until the
                 process ends.
         """
         self.past = past

@@ -109,7 +109,7 @@ def read_file(
     cannot be scored if its beginning is unknown, and counts as unreadable.
 
     Raises:
-        OSError: the output cannot be written, in which case the file stays.
+        OSError: the output cannot be written, in which case the file is kept.
     """
     counts = {"scored": 0, "complete": 0, "of another target": 0, "unreadable": 0}
     frames = []

@@ -100,7 +100,7 @@ class Outlet(Protocol):
         """Write the frames, or queue them.
 
         Raises:
-            OSError: they are lost.
+            OSError: the frames could not be written and are lost.
         """
 
     def status(self) -> dict[str, Any]:

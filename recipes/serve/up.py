@@ -296,7 +296,7 @@ def require_memory(target: Path) -> None:
 def prepare(plan: Plan) -> bool:
     """Create the files that are missing in the folder. Return whether there is a draft to train.
 
-    Then the registry has a version.
+    If it returns True, the registry has a version.
     """
     folder = plan.folder
     if not (folder / TOKEN).exists():

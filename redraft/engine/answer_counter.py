@@ -73,7 +73,7 @@ class AnswerCounter:
                 cut_answer(request.output_token_ids, request.sampling_params),
             )
             if len(answer) < 2:
-                # No draft serves such an answer, and many of them, e.g. the steps of a beam search,
+                # No draft can speed up such an answer, and many of them, e.g. beam search steps,
                 # would displace the others from the window.
                 self.counts["too_short"] += 1
                 return
