@@ -387,7 +387,7 @@ class Run:
 
     def _serve(self, draft: Path) -> EngineProof:
         cfg = self.cfg.prove
-        # Drafts and the forecaster share these two views of the target.
+        # Drafts and the forecast share these two views of the target.
         target = self.target.borrowed
         leave_gpu(self.target.model, target.embed_VD, target.head_VD)
         speculative = self.family.speculative

@@ -208,7 +208,7 @@ class Judge:
                 reads=reads,
                 needed_states=needed_states,
             )
-            scores[stored.seq] = stored.conversation or request, scored
+            scores[stored.seq] = stored.conversation_key or request, scored
         return scores
 
 
@@ -236,6 +236,6 @@ def count_served(records: Iterable[Stored], version: str) -> dict[Request, Accep
     for stored in records:
         record = stored.record
         if record.draft_version == version:
-            key = stored.conversation or (record.server_id, record.request_id)
+            key = stored.conversation_key or (record.server_id, record.request_id)
             counts[key] = counts.get(key, AcceptanceCounts.zero()) + count_acceptance(record)
     return counts

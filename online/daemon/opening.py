@@ -88,14 +88,21 @@ def _open(cfg: LearnerConfig, stack: ExitStack) -> tuple[str, Registry, Buffer]:
     stack.enter_context(emptying(cfg.spool))
     target = TargetFolder.open(cfg.target)
     provide_first_version(cfg, registry, target)
-    headers = NO_HEADERS
-    with suppress(OSError, ValueError):  # the target has no tokenizer, or no valid template
-        headers = find_headers(target.tokenizer)
+    headers = read_headers(target)
     return (
         target.fingerprint,
         registry,
         stack.enter_context(open_buffer(cfg, registry, target.fingerprint, headers)),
     )
+
+
+def read_headers(target: TargetFolder) -> Headers:
+    """Return the headers for the buffer, or `NO_HEADERS` if the tokenizer does not give them."""
+    # The target may have no tokenizer, a template that is not valid, or a tokenizer of another
+    # library. Without headers, fewer turns are recognised, and everything else works.
+    with suppress(Exception):
+        return find_headers(target.tokenizer)
+    return NO_HEADERS
 
 
 def find_headers(tokenizer: Any) -> Headers:

@@ -241,7 +241,7 @@ def _parse_move(body: Any) -> Move:
 def authorize(request: Request, config: PluginConfig) -> PluginConfig:
     """Check that a request may use the routes. Return the config with the current token.
 
-    A token that seems wrong is also compared with the token file, which may have been replaced.
+    The token file is read for each request, so a replaced token is refused at once.
 
     Raises:
         HTTPException: 403 for another machine, 503 if no token is configured, 401 for a wrong
@@ -258,13 +258,11 @@ def authorize(request: Request, config: PluginConfig) -> PluginConfig:
             503,
             "no token: start the server with `redraft serve --token-file FILE` or REDRAFT_TOKEN",
         )
-    if _is_given(request, config.token):
-        return config
     if config.token_file:
         with suppress(OSError, ValueError):  # e.g. while the file is being replaced
             config = replace(config, token=read_token(config.token_file))
-            if _is_given(request, config.token):
-                return config
+    if _is_given(request, config.token):
+        return config
     raise HTTPException(
         401, "wrong or missing bearer token", headers={"WWW-Authenticate": "Bearer"}
     )

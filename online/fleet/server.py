@@ -58,7 +58,7 @@ MAX_PACE_CHARS = 400  # Maximum length of a server's line about its pace.
 MAX_DOMAINS = 64
 MAX_LOADS = 40  # Maximum number of load buckets read for a domain: up to 2^20 requests.
 CURES = {
-    401: ". Give the learner the token that the server was started with",
+    401: ". Give the learner the token in the server's token file",
     404: ". Start it with redraft serve",
 }
 """Remedies for errors that the server itself returns, by status code."""

@@ -79,6 +79,11 @@ class Stored:
     conversation: int = 0
     """Hash of the conversation's first prompt; 0 if it is unknown."""
 
+    @property
+    def conversation_key(self) -> tuple[str, int] | None:
+        """(tenant, conversation), because conversations of different tenants are never joined."""
+        return (self.record.tenant, self.conversation) if self.conversation else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class BufferStatus:
@@ -220,8 +225,8 @@ class Buffer(AbstractContextManager["Buffer"]):
             known = self.find_known(ids)
             forgotten = self._cursor.forgotten
             # The prompts of records that were deleted, or could not be stored, are forgotten.
-            if self._conversations.num_records != len(index := self._files.index()):
-                self._conversations = Conversations(index)
+            if self._conversations.num_records != self._files.num_records():
+                self._conversations = Conversations(self._files.index())
             counts = Counter[str]()
             rows: list[tuple[int, Row, bytes]] = []
             # Segments are joined first, because the key hashes the whole prompt, which later

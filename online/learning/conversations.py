@@ -30,9 +30,9 @@ class Conversations:
     """The conversations in a buffer. A conversation's name is the hash of its first prompt."""
 
     def __init__(self, index: Index) -> None:
-        # By tenant, so that no tenant can join the conversations of others.
+        # By tenant, so that no tenant can join or fill the conversations of others.
         self._by_prompt: defaultdict[str, dict[int, int]] = defaultdict(dict)
-        self._num_later: Counter[int] = Counter()  # prompts after the first, by conversation
+        self._num_later: Counter[tuple[str, int]] = Counter()  # prompts after the first
         self.num_records = 0
         columns = (index[name].tolist() for name in ("prompt", "conversation", "tenant"))
         for prompt, conversation, tenant in zip(*columns, strict=True):
@@ -48,7 +48,7 @@ class Conversations:
         if prompt in known:
             return known[prompt]
         for conversation in filter(None, map(known.get, earlier)):
-            if self._num_later[conversation] < MAX_PROMPTS - 1:
+            if self._num_later[tenant, conversation] < MAX_PROMPTS - 1:
                 return conversation
         return prompt
 
@@ -56,6 +56,6 @@ class Conversations:
         """Add the prompt of a record in the buffer."""
         known = self._by_prompt[tenant]
         if conversation not in (prompt, known.get(prompt)):
-            self._num_later[conversation] += 1
+            self._num_later[tenant, conversation] += 1
         known[prompt] = conversation
         self.num_records += 1

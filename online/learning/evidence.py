@@ -60,16 +60,16 @@ def choose_evidence(held_out: Index, names: Mapping[str, str], limits: EvidenceL
     with its newest request. A conversation has the domain and the tenant of its newest request.
     """
     held_out = held_out[held_out["time_s"] >= limits.since_s]
-    by_conversation, conversations = defaultdict(list), held_out["conversation"].tolist()
+    tenants, conversations = held_out["tenant"], held_out["conversation"].tolist()
+    by_conversation = defaultdict(list)
     for row in _take_newest_requests(held_out):
-        by_conversation[conversations[row]].append(row)
+        by_conversation[tenants[row], conversations[row]].append(row)
     # Keyed by the newest row, newest first.
     turns = {rows[0]: rows for rows in by_conversation.values()}
     domains = {row: names.get(held_out["domain"][row], OTHER) for row in turns}
     by_domain = defaultdict(list)
     for row, domain in domains.items():
         by_domain[domain].append(row)
-    tenants = held_out["tenant"]
     chosen: set[int] = set()
     for rows in by_domain.values():
         of_domain = [tenants[row] for row in rows]

@@ -126,6 +126,9 @@ class RollingFiles:
             self._parts, self._index = parts, self._join(parts)
         return self._index
 
+    def num_records(self) -> int:
+        return sum(self.each(lambda file: len(file.index())))
+
     def _join(self, parts: list[Index]) -> Index:
         index: Index = np.concatenate([np.empty(0, INDEX_DTYPE), *parts])
         # `concatenate` has copied the arrays, so the cached index of each file stays unchanged.

@@ -116,7 +116,7 @@ def hold_to_text(text: TrainingSequence) -> TrainingSequence:
     return replace(text, rows_R=rows_R, topk_ids_RK=ids_RK, topk_log_probs_RK=log_probs_RK)
 
 
-Request = tuple[str, str] | int
+Request = tuple[str, str | int]
 """Server and request id; or the hash of a conversation, whose requests are summed."""
 
 
@@ -153,7 +153,6 @@ def sum_segments(segments: Iterable[tuple[Request, RequestScore]]) -> dict[Reque
         if before is not None:
             segment = replace(
                 segment,
-                domain=before.domain,
                 counts=before.counts + segment.counts,
                 by_context=add_by_context([before.by_context, segment.by_context]),
             )

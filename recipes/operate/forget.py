@@ -150,8 +150,13 @@ async def delete_records(cfg: LearnerConfig, tenant: str, *, is_dry: bool = Fals
     except control.NoLearnerError:
         pass
     # These import torch, which is not needed if a learner is running.
-    from redraft.files.folder import fingerprint
-    from redraft.online.daemon.opening import open_buffer, open_stream, read_vocab_size
+    from redraft.files.target_folder import TargetFolder
+    from redraft.online.daemon.opening import (
+        open_buffer,
+        open_stream,
+        read_headers,
+        read_vocab_size,
+    )
     from redraft.online.fleet.registry import Registry
     from redraft.online.learning.intake import Spool
     from redraft.online.records.spool import emptying
@@ -159,7 +164,12 @@ async def delete_records(cfg: LearnerConfig, tenant: str, *, is_dry: bool = Fals
     registry = Registry(cfg.registry)
     # No learner answers, so this command takes the buffer's lock, or raises AlreadyOwnedError. The
     # buffer must be the learner's: it also stores the records of other tenants that are arriving.
-    with emptying(cfg.spool), open_buffer(cfg, registry, fingerprint(cfg.target)) as buffer:
+    target = TargetFolder.open(cfg.target)
+    headers = read_headers(target)
+    with (
+        emptying(cfg.spool),
+        open_buffer(cfg, registry, target.fingerprint, headers) as buffer,
+    ):
         vocab_size = read_vocab_size(cfg.target)
         stream = open_stream(cfg, buffer, vocab_size) if cfg.ingest else None
         reach = Reach(

@@ -20,10 +20,10 @@ from test_buffer import frames_of, make_record
 from redraft.engine.counts import AcceptanceCounts
 from redraft.online.daemon.judging import count_served
 from redraft.online.learning import conversations as conversations_module
-from redraft.online.learning.buffer import Buffer
+from redraft.online.learning.buffer import Buffer, Stored
 from redraft.online.learning.buffer_file import INDEX_DTYPE, Index
 from redraft.online.learning.config import BufferConfig
-from redraft.online.learning.conversations import MAX_PROMPTS
+from redraft.online.learning.conversations import MAX_PROMPTS, Conversations
 from redraft.online.learning.evidence import (
     OTHER,
     EvidenceLimits,
@@ -273,6 +273,20 @@ def test_no_tenant_joins_the_conversations_of_others() -> None:
     with open_buffer(None) as buffer:
         send(buffer, [prefix, *(make_turns(session, 2)[0] for session in range(50))])
         assert len(set(conversations(buffer))) == 51
+
+
+def test_conversations_with_the_same_first_prompt_are_separate_for_each_tenant() -> None:
+    found = Conversations(np.empty(0, INDEX_DTYPE))
+    for prompt in range(1, MAX_PROMPTS + 1):
+        found.add(prompt, 1, "attacker")
+    assert found.find(999, [1], "attacker") == 999, "it is full"
+    found.add(1, 1, "victim")
+    assert found.find(999, [1], "victim") == 1
+    mine, other = (
+        Stored(seq=1, record=make_turn([1, 2], "turn", tenant=tenant), conversation=1)
+        for tenant in ("victim", "attacker")
+    )
+    assert mine.conversation_key != other.conversation_key
 
 
 def test_records_of_an_earlier_release_are_read_and_can_be_continued(tmp_path: Path) -> None:
