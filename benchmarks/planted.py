@@ -290,7 +290,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(name="layer of another run or revision", plant=age_layer, ours=MISSED, theirs="",
           unseen="the head is worse but consistent; only its forecast shows that it was better"),
     Fault(name="trained for a different revision of the target", plant=claim_other_target,
-          ours="the draft was trained for a different target", theirs="",
+          ours="the draft was trained for another target", theirs="",
           unseen="nothing in the head records its target, and no forecast gives its expected acceptance"),
     Fault(name="tied embeddings claimed", plant=set_config(tie_word_embeddings=True), ours="", theirs="",
           unseen="it has no effect, because engines load the lm_head from the checkpoint"),
