@@ -408,9 +408,14 @@ def _find_bounds(draft: DraftRows, num_rows: int, chunk_tokens: int) -> Sequence
     """Return `DraftRows.bounds`, computed from the target rows if they are not given.
 
     In the example above, the bounds of step 1 are [0, 2, 3].
+
+    Raises:
+        ValueError: the target rows are not ascending and distinct, and there are no bounds.
     """
     if draft.bounds is not None:
         return draft.bounds
+    if (draft.target_row_M.diff() <= 0).any():
+        raise ValueError("the target rows of a draft step must be ascending and distinct")
     starts = torch.arange(
         0, num_rows + chunk_tokens, chunk_tokens, device=draft.target_row_M.device
     )

@@ -12,21 +12,28 @@ feeds these drafts too.
 B = batch, T = tokens, N = rejected drafts, D = hidden, V = target vocabulary, W = draft vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from redraft.heads.draft import Batch, DraftStep, label_rows
 from redraft.heads.logits import PLAIN, LogitRule
-from redraft.heads.nn.attention import StepMemory, compute_again
+from redraft.heads.nn.attention import Memory, StepMemory, compute_again
 
-Step = Callable[..., tuple[Tensor, Tensor]]
-"""One pass of a head over rows, from ids [B, T], feature [B, T, D], position ids [B, T] and one memory per
-layer. It returns the draft head's input and the feature to feed back, both [B, T, D].
-"""
+
+class Step(Protocol):
+    """One pass of a head over rows."""
+
+    def __call__(
+        self, ids_BT: Tensor, feature_BTD: Tensor, position_ids_BT: Tensor, *memories: Memory
+    ) -> tuple[Tensor, Tensor]:
+        """Return the draft head's input and the feature to feed back, both [B, T, D].
+
+        `memories` has one entry per layer.
+        """
 
 
 def unroll(

@@ -630,6 +630,12 @@ def test_vocabularies_that_do_not_fit_are_refused() -> None:
         )
 
 
+@pytest.mark.parametrize("rows", [[4, 1, 2], [1, 1, 2]])
+def test_target_rows_in_another_order_or_repeated_are_refused(rows: list[int]) -> None:
+    with pytest.raises(ValueError, match="ascending and distinct"):
+        fused_linear_divergence([make_draft(rows)], make_exact(), Divergence(), normaliser=1)
+
+
 def test_cross_entropy_without_labels_is_refused() -> None:
     with pytest.raises(ValueError, match="labels_N"):
         fused_linear_divergence(
