@@ -91,7 +91,7 @@ STYLE = """/* Tables use a wide window, and diagrams of 98 characters fit a narr
   .md-typeset td:first-child code { white-space: nowrap; }
   td:first-child code wbr { display: none; }
 }
-/* The link of a heading needs no line of its own. */
+/* A heading's link stays on the heading's last line. */
 .md-typeset .headerlink { margin-right: -2em; }
 /* Every name in a class or module is an attribute. */
 .doc-label:is(.doc-label-class-attribute, .doc-label-instance-attribute, .doc-label-module-attribute) {
@@ -148,7 +148,7 @@ def finish(html: Path) -> None:
 
 
 def _mark_breaks(code: re.Match[str]) -> str:
-    """Inline code, in which a flag is one piece, and a long name may be broken after _ and /."""
+    """Return inline code whose flags stay in one piece, and whose long names may break after _ and /."""
 
     def mark(part: re.Match[str]) -> str:
         if part["flag"]:

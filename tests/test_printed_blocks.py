@@ -186,7 +186,7 @@ QUICK = ["docs/engines.md", "docs/fleet.md", "recipes/deploy/kubernetes/README.m
 """Documents that take seconds. All others start a learner, or several commands that load torch."""
 
 PUBLIC = "RedHatAI/Qwen3-8B-speculator.eagle3"
-"""A published head, for which a head of the tests stands."""
+"""A published head, which the tests replace with their own."""
 
 WITH_ENGINE = ["docs/start.md"]
 """Documents that run with a real vLLM."""

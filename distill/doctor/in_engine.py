@@ -381,7 +381,7 @@ def load_as_trained(
 ) -> tuple[Draft, InProcessTarget | None]:
     """Return (the draft as the module used in training, the target's signal).
 
-    The signal is None if the draft uses no signal from the target, unless `needs_target` is set.
+    Without `needs_target`, the signal is None if the draft reads nothing from the target.
     """
     torch_dtype, device = getattr(torch, dtype), this_machine().device
     # A whole model can be loaded without the target.

@@ -107,7 +107,7 @@ class Choice:
         """
         served = self.speculative_config["num_speculative_tokens"]
         return {
-            # A given acceptance may be that of fewer tokens.
+            # A given acceptance may have been measured with fewer tokens.
             load: next((row for row in rows if row.num_speculative_tokens == served), rows[-1])
             if self.candidate.has_one_number
             else max(rows, key=lambda row: row.tokens_per_s)

@@ -261,17 +261,13 @@ def authorize(request: Request, config: PluginConfig) -> PluginConfig:
     if config.token_file:
         with suppress(OSError, ValueError):  # e.g. while the file is being replaced
             config = replace(config, token=read_token(config.token_file))
-    if _is_given(request, config.token):
-        return config
-    raise HTTPException(
-        401, "wrong or missing bearer token", headers={"WWW-Authenticate": "Bearer"}
-    )
-
-
-def _is_given(request: Request, token: str | None) -> bool:
     given = request.headers.get("authorization", "")
     # Compare bytes, because `compare_digest` raises for a non-ASCII string.
-    return hmac.compare_digest(given.encode(), f"Bearer {token}".encode())
+    if not hmac.compare_digest(given.encode(), f"Bearer {config.token}".encode()):
+        raise HTTPException(
+            401, "wrong or missing bearer token", headers={"WWW-Authenticate": "Bearer"}
+        )
+    return config
 
 
 _origin: ContextVar[Origin] = ContextVar("redraft_origin")

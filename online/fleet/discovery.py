@@ -39,8 +39,8 @@ class FleetConfig:
     file: Path | None = None
     """Path of fleet.toml, a list of servers. Changes are picked up while the learner runs."""
     name: str = ""
-    """Host name with port, e.g. http://vllm.default.svc:8000. Every IPv4 address to which it resolves
-    is a server, as with a headless Kubernetes service; if there is none, every IPv6 address.
+    """Host name with port, e.g. http://vllm.default.svc:8000. Every IPv4 address to which it resolves is
+    a server, as with a headless Kubernetes service. If it has no IPv4 address, every IPv6 address is.
     """
     token_file: Path | None = None
     """File with the bearer token for the servers' /redraft/ routes. Alternatively, set the

@@ -84,8 +84,12 @@ CAPTURE_DROP_REASONS = {
     **{
         f"skipped_requests_{reason}": reason
         for reason in (
-            *("watermark", "forced_tokens", "logit_bias"),
-            *("custom_arguments", "multimodal", "unmarked"),
+            "watermark",
+            "forced_tokens",
+            "logit_bias",
+            "custom_arguments",
+            "multimodal",
+            "unmarked",
         )
     },
 }

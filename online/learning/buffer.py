@@ -140,8 +140,8 @@ class Buffer(AbstractContextManager["Buffer"]):
                 (`name_domains`).
             needed_states: Number of states before a row that the draft's windows read
                 (`Family.needed_states`). Records with rows that have fewer are counted.
-            headers: The ends of the target's prompts, by which later turns of a conversation are
-                recognised (`PromptKey.hash_earlier`).
+            headers: The tokens that end the target's prompts. They identify the later turns of a
+                conversation (`PromptKey.hash_earlier`).
 
         Raises:
             AlreadyOwnedError: another process has the folder open.
@@ -276,7 +276,7 @@ class Buffer(AbstractContextManager["Buffer"]):
             return counts
 
     def find_known(self, record_ids: list[str]) -> set[str]:
-        """Return those of the record ids that are stored."""
+        """Return the ids that belong to stored records."""
         with self._lock:
             return set[str]().union(*self._files.each(lambda file: file.find_known(record_ids)))
 

@@ -57,7 +57,7 @@ class Cursor:
         """Add a commit.
 
         Raises:
-            OSError: the disk cannot be written to, in which case the commit does not count.
+            OSError: the disk cannot be written to. The commit then does not count.
         """
         commits = (commit, *self.commits)[:MAX_COMMITS]
         # The disk is written first: if it is full, the memory still agrees with the file.
@@ -81,8 +81,8 @@ class Cursor:
         """Replace `past`.
 
         Raises:
-            OSError: the disk cannot be written to, in which case the new value lasts only until the
-                process ends.
+            OSError: the disk cannot be written to. The new value then lasts only until the process
+                ends.
         """
         self.past = past
         self._write(self.commits, self.forgotten)

@@ -109,7 +109,7 @@ def read_file(
     cannot be scored if its beginning is unknown, and counts as unreadable.
 
     Raises:
-        OSError: the output cannot be written, in which case the file is kept.
+        OSError: the output cannot be written. The file is then kept.
     """
     counts = {"scored": 0, "complete": 0, "of another target": 0, "unreadable": 0}
     frames = []

@@ -117,7 +117,7 @@ def hold_to_text(text: TrainingSequence) -> TrainingSequence:
 
 
 Request = tuple[str, str | int]
-"""Server and request id; or the hash of a conversation, whose requests are summed."""
+"""(server, request id), or (tenant, conversation) if the scores of its requests are summed."""
 
 
 @dataclass(frozen=True)

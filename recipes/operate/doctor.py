@@ -71,8 +71,8 @@ class DoctorConfig:
     num_prompts: int = 16
     """Number of prompts for the engine."""
     max_tokens: int | None = None
-    """Maximum number of tokens per answer. Default: the value used in the forecast published
-    with the draft, or 64 if there is none.
+    """Maximum number of tokens per answer. Default: the value used in the forecast that was
+    published with the draft, or 64 without a forecast.
     """
     json: bool = False
     """Print one JSON object for a bug report: machine, versions, engine, and the checks of the

@@ -31,7 +31,7 @@ BUILD = "_build_fused_kv_buffers"
 PR_SET_TIMERSLACK = 29  # option of prctl(2)
 
 SLEEP_S = 20e-6
-"""Minimum time for which a waiting process sleeps, in seconds."""
+"""Minimum time that a waiting process sleeps, in seconds."""
 
 LONGEST_SLEEP_S = 500e-6
 

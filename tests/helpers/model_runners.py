@@ -55,7 +55,7 @@ def environment(runner: str, *, schedules_ahead: bool = False) -> dict[str, str]
 
 
 def adaptive_environment(mode: str) -> dict[str, str]:
-    """V2's environment, in which a row costs as in this mode of `adaptive_on_cpu`."""
+    """Return V2's environment with the cost per row of a mode of `adaptive_on_cpu`."""
     return environment("v2") | {"ADAPTIVE_ON_CPU": mode}
 
 

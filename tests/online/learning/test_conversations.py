@@ -475,7 +475,7 @@ def pair_turns(
     *,
     as_one: bool,
 ) -> Any:
-    """What the gate compares: one unit per conversation or, as before, one per turn."""
+    """Return the units that the gate compares: conversations or, as before, single turns."""
     sides = [
         sum_segments(
             (conversation if as_one else ("boot", str(number)), score)

@@ -752,7 +752,7 @@ def test_adaptive_verification_is_refused_before_the_start_and_asked_for_models_
 def test_a_benchmark_measures_adaptive_verification_of_real_servers(
     tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """V2 in Triton's interpreter, without CUDA graphs, where a row costs a seventh of a step."""
+    """V2 runs in Triton's interpreter without CUDA graphs, and a row costs a seventh of a step."""
     for name, value in model_runners.adaptive_environment("trim").items():
         monkeypatch.setenv(name, value)
     find = partial(adaptive.find_obstacle, on_cpu=False)
