@@ -2,6 +2,7 @@
 
 $ python -m benchmarks.overhead                          # SmolLM2-135M-Instruct, 90 minutes on two quiet cores
 $ python -m benchmarks.overhead --parts head states      # after a kill, rerun the same command
+$ python -m benchmarks.overhead --clients 16 --questions 32    # a busy server
 $ python -m benchmarks.overhead --target tests/assets/tiny-target --parts waits --rounds 6 --max-tokens 8
 
 Each part is measured with its own server. It is compared with the plain server and with the server
@@ -11,7 +12,7 @@ that they share by design. Draft tokens change the speed of an answer, so server
 propose none, apart from vLLM's own speculation.
 
     questions   short prompts that share nothing
-    sessions    four turns: each prompt extends the previous one, after a long prefix
+    sessions    four turns: each prompt extends the previous one, after a long prefix (one client)
 
 Speeds and times are medians over rounds of the ratio within a round, with 95% intervals. `prefill`
 is measured by the engine's clock, and `first_token` by the client's. `cpu` is the server processes'
@@ -122,6 +123,10 @@ class Config:
     """Number of blocks per workload and server. An interval needs at least 6."""
     questions: int = 4
     """Number of requests in a block of questions."""
+    clients: int = 1
+    """Number of clients. Several clients send questions only, because the turns of a session must
+    follow one another.
+    """
     prefix: int = 1425
     """Number of tokens that the requests of a session share, at most half of the target's context.
     """
@@ -137,6 +142,11 @@ class Config:
             raise ValueError(
                 f"--rounds {self.rounds} is too few for a 95% interval: give at least 6"
             )
+        if not 1 <= self.clients <= self.questions:
+            raise ValueError(
+                f"--clients {self.clients} must be at least 1, and at most --questions "
+                f"{self.questions}"
+            )
         if "plain" in self.parts:
             raise ValueError(
                 "omit `plain` from --parts: every part is compared with the plain server"
@@ -145,7 +155,7 @@ class Config:
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Requests of one workload, answered one after another."""
+    """Requests of one workload."""
 
     speed: float
     """Tokens/s."""
@@ -183,7 +193,8 @@ def main(cfg: Config) -> None:
         max_length=160,
     )
     loads = make_loads(cfg, questions, opened.text_config.max_position_embeddings)
-    key = [str(target), opened.fingerprint, str(head), cfg.rounds, cfg.max_tokens, loads]
+    key = [str(target), opened.fingerprint, str(head), cfg.rounds, cfg.max_tokens]
+    key += [cfg.clients, loads]
     found: dict[Name, Blocks] = {}
     with contextlib.ExitStack() as stack:
         servers = Servers(cfg, target, head.absolute(), stack)
@@ -218,6 +229,8 @@ def make_loads(
     """Return the requests of each block, by workload."""
     some = iter(questions)
     single = [[next(some) for _ in range(cfg.questions)] for _ in range(cfg.rounds)]
+    if cfg.clients > 1:
+        return {"questions": single}
     text = [token for question in questions for token in question.token_ids]
     size, sessions = min(cfg.prefix, context // 2), []
     for number in range(cfg.rounds):
@@ -379,7 +392,13 @@ def measure_block(
         learner.resume()
     before = count_cpu(tree), count_cpu(learner) if learner else 0.0, read_hits(server)
     try:
-        run = measure(server, prompts, max_tokens=cfg.max_tokens, concurrency=1, ignore_eos=True)
+        run = measure(
+            server,
+            prompts,
+            max_tokens=cfg.max_tokens,
+            concurrency=cfg.clients,
+            ignore_eos=True,
+        )
         learned = count_cpu(learner) - before[1] if learner else 0.0
         cpu = count_cpu(tree) - before[0] - learned
     finally:

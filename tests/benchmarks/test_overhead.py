@@ -52,6 +52,32 @@ def test_a_turn_repeats_the_one_before_and_no_two_blocks_share_a_prompt():
     assert len({*asked}) == len(asked) == 6 * (2 + overhead.TURNS)
 
 
+def test_several_clients_send_questions_at_the_same_time(monkeypatch):
+    questions = [Prompt(token_ids=[number, 1, 2]) for number in range(100)]
+    cfg = Config(rounds=6, questions=8, clients=4, max_tokens=8)
+    assert {*make_loads(cfg, questions, context=64)} == {"questions"}
+    with pytest.raises(ValueError, match="at most --questions 8"):
+        replace(cfg, clients=9)
+    used = {}
+
+    def measure(_server, prompts, **options):
+        used.update(options)
+        return SimpleNamespace(
+            num_output_tokens=64, decode_s=2.0, prefill_s=1.6, ttft_s=0.5, tokens_per_s=20.0
+        )
+
+    monkeypatch.setattr(overhead, "measure", measure)
+    monkeypatch.setattr(overhead, "IDLE_S", 0)
+    monkeypatch.setattr(overhead, "find_tree", lambda _: None)
+    monkeypatch.setattr(overhead, "count_cpu", lambda _: 0.0)
+    monkeypatch.setattr(overhead, "read_hits", lambda _: 0)
+    block = overhead.measure_block(
+        SimpleNamespace(url="http://127.0.0.1:1"), questions[:8], cfg, has_learner=False
+    )
+    assert used["concurrency"] == 4
+    assert (block.decoding, block.prefill) == ((64 - 8) / 2.0, 0.2)
+
+
 def list_leaves(value: Any, path: str = "") -> dict[str, Any]:
     """The values in lists, objects and JSON texts, by path."""
     with contextlib.suppress(ValueError, TypeError):
