@@ -44,6 +44,19 @@ def die_with_launcher() -> None:
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def require_gpus() -> None:
+    """Raise ValueError if this machine has fewer GPUs than processes of the launch.
+
+    accelerate lets processes share a GPU, which NCCL refuses with a long error.
+    """
+    processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if processes > max(gpus, 1):
+        raise ValueError(
+            f"{processes} processes were started on a machine with {gpus} GPU{'s' * (gpus > 1)}: "
+            "start one process per GPU (accelerate launch --num_processes)"
+        )
+
+
 def join_on_cpu() -> None:
     """Join the ranks of a launch on a machine without a GPU.
 

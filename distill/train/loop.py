@@ -31,6 +31,7 @@ from redraft.distill.launch.ranks import (
     die_with_launcher,
     join_on_cpu,
     keep_models_whole,
+    require_gpus,
     uses_deepspeed,
 )
 from redraft.distill.train.row_ranks import RowRanks
@@ -45,6 +46,8 @@ from redraft.heads.draft import Batch
 PRECISIONS = {"no": "float32", "bf16": "bfloat16, weights in float32,"}
 # Number of steps used to measure the training speed, after a first step that warms up.
 TIMED_STEPS = 3
+MEASURED = ("loss", "alpha", "alpha_greedy", "grad_norm")
+"""Results of a step that a skipped step does not have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +130,8 @@ def make_accelerator(
     if wandb_project:
         write_offline_unless_logged_in()
     die_with_launcher()
+    if machine.gpu:
+        require_gpus()
     # Do this before the Accelerator, because it takes over the process state made here.
     if not torch.cuda.is_available():
         join_on_cpu()
@@ -318,12 +323,11 @@ class _Trainer:
                 # a GPU.
                 stats = distillation.read(unread)
                 rate = self.meter.rate()
+                # A skipped step has the loss of a part of its labels, and no norm.
+                measured = () if stats.skipped else MEASURED
                 run.log(
                     done,
-                    loss=stats.loss,
-                    alpha=stats.alpha,
-                    alpha_greedy=stats.alpha_greedy,
-                    grad_norm=stats.grad_norm,
+                    **{name: getattr(stats, name) for name in measured},
                     lr=stats.lr,
                     tokens_per_s=rate,
                 )

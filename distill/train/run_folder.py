@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
@@ -301,7 +302,9 @@ class RunFolder:
         self.inputs = self.on_main(record)
 
     def log(self, step: int, **values: float | int | bool | list[float]) -> None:
-        entry = {"step": step, **values}
+        # JSON has no NaN, so the report would be refused at the end of the run.
+        finite = {name: value for name, value in values.items() if np.isfinite(value).all()}
+        entry = {"step": step, **finite}
         self.metrics.append(entry)
         self.accelerator.log(values, step=step)
         if self.accelerator.is_main_process:

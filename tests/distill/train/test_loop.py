@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from redraft.distill.train.run_config import Loop
 from redraft.distill.train.run_folder import RunFolder
 from redraft.distill.train.step import Distillation
 from redraft.engine.hardware import Machine, launch_machine
+from redraft.heads.draft import Batch, ExactTarget, TargetSignal
 from redraft.online.learning.config import Training
 
 H100 = Machine(gpu="NVIDIA H100", gpu_has_bfloat16=True)
@@ -84,6 +87,13 @@ def test_the_default_precision_reaches_autocast_and_is_named_at_the_start(
         assert "the CPU" in capsys.readouterr().out
     finally:
         AcceleratorState._reset_state()
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(ValueError, match=r"^8 processes .*\b4 GPUs: .*--num_processes"):
+        loop.make_accelerator(1, None, None, H100)
 
 
 def test_no_more_held_out_batches_are_made_than_are_evaluated(
@@ -176,6 +186,43 @@ def test_a_step_is_read_if_it_is_logged_and_the_line_is_of_that_step(
         stats = wanted[entry["step"] - 1]
         for name in ("loss", "alpha", "alpha_greedy", "grad_norm", "lr"):
             assert entry[name] == getattr(stats, name)
+
+
+def test_a_skipped_step_is_logged_without_numbers_that_the_report_would_refuse(
+    tmp_path: Path,
+) -> None:
+    text, target = make_text(), make_target()
+    bad = text.batch(1, batch_size=1).input_ids_BT[0]
+
+    def signal(batch: Batch) -> TargetSignal:
+        known = make_signal(target, batch)
+        assert isinstance(known.distribution, ExactTarget)
+        is_bad_B11 = (batch.input_ids_BT == bad).all(1)[:, None, None]
+        hidden_BTD = known.distribution.hidden_BTD.masked_fill(is_bad_B11, math.nan)
+        return replace(known, distribution=replace(known.distribution, hidden_BTD=hidden_BTD))
+
+    accelerator = loop.make_accelerator(1, None, None)
+    distillation = Distillation(
+        make_standalone(target), signal, Divergence(), Optim(lr=1e-2), 3, accelerator
+    )
+    data = LoadedData(
+        train=text, held_out=text, prompts=[], stats=SampleStats(), hash="", end_ids=()
+    )
+    cfg = Loop(steps=3, log_every=1, eval_every=3, save_every=0, batch_size=1, sequence_length=8)
+    run = RunFolder(tmp_path, accelerator)
+    cost = loop.train(distillation, data, run, cfg, 2)
+    assert cost.skipped_steps == 1
+    json.dumps(run.metrics, allow_nan=False)
+    assert [
+        sorted({"loss", "grad_norm", "alpha", "held_out_tau"} & {*entry}) for entry in run.metrics
+    ] == [
+        ["alpha", "grad_norm", "loss"],
+        [],
+        ["held_out_tau"],
+        ["alpha", "grad_norm", "loss"],
+    ]
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == run.metrics
 
 
 def test_a_dynamo_config_of_accelerate_is_not_used(
