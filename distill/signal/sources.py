@@ -19,6 +19,7 @@ import asyncio
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from redraft.distill.signal.endpoint import Endpoint, RequestRefusedError
 from redraft.distill.signal.endpoints import Endpoints
 from redraft.distill.signal.sharded import is_sharded, most_of_ranks
 from redraft.engine.running_server import find_part, require_part
+from redraft.engine.sampling import GREEDY, PENALTIES
 from redraft.files.progress import Progress
 from redraft.files.target_folder import TargetFolder
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal, TopKTarget, label_rows
@@ -372,14 +374,16 @@ class EndpointTarget:
     def greedy(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
         """Return `num_tokens` greedy tokens from the server for each prompt.
 
-        End tokens do not stop the generation. Raises the same errors as `__call__`.
+        End tokens do not stop the generation, and the penalties in the target's
+        generation_config.json do not apply. Raises the same errors as `__call__`.
         """
 
         async def one(prompt: Sequence[int]) -> list[int]:
             answer = await self._complete(
                 prompt=list(prompt),
                 max_tokens=num_tokens,
-                temperature=0,
+                **asdict(GREEDY),
+                **PENALTIES,
                 ignore_eos=True,
                 return_token_ids=True,
             )

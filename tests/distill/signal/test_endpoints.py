@@ -315,6 +315,17 @@ def test_servers_of_another_vocabulary_are_refused_by_their_ids(random_target: P
             open_source(opened, beyond).greedy([[1, 2]], 4)
 
 
+def test_a_servers_greedy_text_is_without_the_targets_own_penalties(random_target: Path) -> None:
+    """A server applies those of generation_config.json to requests that set none (Qwen 2.5)."""
+    opened = TargetFolder.open(random_target)
+    with teaching(Teacher(answer=serve_ids(opened.tokenizer))) as teacher:
+        open_source(opened, teacher).greedy([[1, 2]], 4)
+        asked = teacher.requests[-1]
+    neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    assert asked["temperature"] == 0
+    assert {name: asked.get(name) for name in neutral} == neutral
+
+
 def test_a_server_with_another_name_is_named_once(
     random_target: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
