@@ -102,7 +102,7 @@ class Unrolled(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle1(Unrolled, LayerSizes):
-    num_steps: int = 1
+    num_steps: int = 4
     """Number of draft steps trained at once. The paper trains 1. With more, the head also learns
     from its own features of earlier steps, which it reads in serving.
     """
@@ -299,7 +299,7 @@ class Medusa(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Mtp(Unrolled):
-    num_steps: int = 3
+    num_steps: int = 4
     """Number of draft steps trained at once. Each reads the previous step's output."""
     as_mimo: bool = False
     """Convert a Llama target into the MiMo layout, which gives the same results and has room for an

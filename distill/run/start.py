@@ -24,7 +24,7 @@ from redraft.distill.signal.parts import (
     stream_scales,
 )
 from redraft.distill.signal.transfer import to_device
-from redraft.distill.train.run_config import HeadConfig, StandaloneConfig
+from redraft.distill.train.run_config import HeadConfig, StandaloneConfig, check_num_tokens
 from redraft.files.checkpoint import require_finite
 from redraft.files.progress import Progress
 from redraft.files.windows import target_window
@@ -98,6 +98,8 @@ def _continue(run: Run, cfg: HeadConfig[Any]) -> Any:
     assert cfg.start_from is not None
     trained_for = read_provenance(cfg.start_from).target_fingerprint
     head = run.load(cfg.start_from, has_moved=trained_for not in ("", run.target.files.fingerprint))
+    # Only now are its options known.
+    check_num_tokens(cfg.prove.num_speculative_tokens, head.config.num_tokens)
     require_finite(head, f"the head {cfg.start_from}")
     return head
 

@@ -155,6 +155,9 @@ class Run:
             )
         self.target = LoadedTarget(files=files, model=model, rewritten=rewritten)
         self.data = load_data(cfg.data, files, cfg.loop, self.folder, is_head=family.is_head)
+        # Count the batches before a start, a forecast or a cache takes hours.
+        ranks = self.accelerator.num_processes // cfg.loop.context_parallel
+        self.data.train.num_batches(cfg.loop.batch_size, ranks)
         source = cfg.start_from if isinstance(cfg, HeadConfig) else Path(str(cfg.draft))
         self.folder.confirm(
             lambda: {

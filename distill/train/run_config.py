@@ -345,8 +345,9 @@ class HeadConfig(TrainConfig, Generic[Options]):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_least(self, init_tokens=1)
-        options: Any = self.head
-        check_num_tokens(self.prove.num_speculative_tokens, options.num_tokens)
+        if self.start_from is None:
+            options: Any = self.head
+            check_num_tokens(self.prove.num_speculative_tokens, options.num_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)

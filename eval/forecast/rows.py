@@ -201,7 +201,7 @@ def take_draft_steps(
     Raises:
         ValueError: the draft has too few draft steps.
     """
-    steps = draft.draft_steps(batch, signal, num_speculative_tokens if draft.is_block else None)
+    steps = draft.draft_steps(batch, signal, num_speculative_tokens)
     needed = 1 if draft.is_autoregressive else num_speculative_tokens
     if len(steps) < needed:
         raise ValueError(

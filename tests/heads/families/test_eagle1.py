@@ -16,6 +16,7 @@ from make_heads import (
 )
 from safetensors.torch import load_file, save_file
 
+from redraft.eval.forecast.rows import take_draft_steps
 from redraft.heads.draft import TargetSignal, TopKTarget
 from redraft.heads.families.eagle1 import Config, Eagle1
 from redraft.heads.target import Target
@@ -56,6 +57,16 @@ def test_regression_is_ten_times_the_smooth_l1_distance_to_the_next_feature() ->
     difference = (step.hidden_BTD[0, 2] - hidden_BTD[0, 3]).abs()
     by_hand = torch.where(difference < 1, 0.5 * difference**2, difference - 0.5).mean() * 10
     torch.testing.assert_close(step.extra_loss_BT[0, 2], by_hand)
+
+
+def test_more_draft_tokens_are_measured_than_were_trained() -> None:
+    """As the learner measures a head on a server with more draft tokens."""
+    head, model = make_head(num_steps=1)
+    batch = make_batch([[make_ids(12)]])
+    signal = make_signal(model, batch)
+    steps = take_draft_steps(head, batch, signal, 3)
+    assert [step.shift for step in steps] == [1, 2, 3]
+    assert torch.equal(steps[0].hidden_BTD, head.draft_steps(batch, signal)[0].hidden_BTD)
 
 
 def test_a_signal_without_the_last_hidden_state_is_refused() -> None:

@@ -475,6 +475,42 @@ def test_a_head_continues_from_an_exported_one(
     )
 
 
+def test_a_head_continues_with_its_own_number_of_draft_steps(
+    random_target: Path, data: Path, tmp_path: Path
+) -> None:
+    """A head of another trainer, which records none, with as many as a new head."""
+    one, foreign = tmp_path / "one/draft", tmp_path / "foreign"
+    head = make_settings("eagle1", random_target, data, tmp_path).head
+    run("eagle1", random_target, data, tmp_path / "one", head=replace(head, num_steps=4))
+    config = {key: value for key, value in read_config(one).items() if key != "redraft"}
+    foreign.mkdir()
+    shutil.copy(one / "model.safetensors", foreign)
+    (foreign / "config.json").write_text(json.dumps(config))
+
+    def make(start_from: Path, num_tokens: int) -> Any:
+        cfg = make_settings("eagle1", random_target, data, tmp_path / "two", overwrite=True)
+        prove = replace(cfg.prove, num_speculative_tokens=num_tokens)
+        return replace(cfg, start_from=start_from, prove=prove)
+
+    for start_from in (one, foreign):
+        train(find_family("eagle1"), make(start_from, 4))
+        recorded = read_config(tmp_path / "two/draft")["redraft"]
+        assert recorded["num_steps"] == 4
+        with pytest.raises(ValueError, match=r"^5 draft tokens .* trained for 4\b"):
+            train(find_family("eagle1"), make(start_from, 5))
+
+
+def test_rows_that_do_not_fill_a_batch_are_refused_before_the_start(
+    random_target: Path, data: Path, tmp_path: Path
+) -> None:
+    loop = replace(SMALL, batch_size=500)
+    with pytest.raises(ValueError, match=r"do not fill one batch of 500\b.*--loop\.batch-size"):
+        Run(
+            find_family("medusa"),
+            make_settings("medusa", random_target, data, tmp_path, loop=loop),
+        )
+
+
 def test_a_head_continues_and_is_adapted_by_its_hub_name(
     random_target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
