@@ -76,6 +76,12 @@ class StandaloneDraft(nn.Module):
                 f"{type(model).__name__} has a bias in its head: only a plain matrix is supported"
             )
         self.model, self._config = model, model.config.get_text_config()
+        # An image encoder reads no text, so DDP would wait for its gradients in vain.
+        parts = (language_model(model), model.get_output_embeddings())
+        read = {id(weight) for part in parts for weight in part.parameters()}
+        for weight in model.parameters():
+            if id(weight) not in read:
+                weight.requires_grad_(False)
         self._rule = LogitRule.of(self._config)
         self._takes_prefixes = not getattr(self._config, "attention_dropout", 0) and take_prefixes(
             model

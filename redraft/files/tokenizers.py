@@ -78,9 +78,8 @@ def _set_rows(draft: Any, make_rows: Any) -> None:
     embedding.weight = nn.Parameter(make_rows(embedding.weight))
     head.weight = embedding.weight if tied else nn.Parameter(make_rows(head.weight))
     vocab_size = embedding.weight.shape[0]
-    embedding.num_embeddings = head.out_features = draft.config.vocab_size = draft.vocab_size = (
-        vocab_size
-    )
+    embedding.num_embeddings = head.out_features = draft.vocab_size = vocab_size
+    draft.config.get_text_config().vocab_size = vocab_size
 
 
 def _read_tokens(tokenizer: Any) -> dict[int, str]:

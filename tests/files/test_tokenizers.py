@@ -5,12 +5,14 @@ import torch
 from make_tokenizers import make_byte_tokenizer, make_sentencepiece_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from redraft.files.checkpoint import load_causal_lm
 from redraft.files.tokenizers import (
     check_same_tokenizer,
     fit_vocabulary,
     mean_rows,
 )
 from redraft.heads.families.standalone import Init, StandaloneDraft, make_draft
+from tests.helpers.target_families import make_model
 
 
 def make_lm(vocab_size: int, *, tied: bool = False) -> LlamaForCausalLM:
@@ -119,3 +121,12 @@ def test_cutting_keeps_the_rows_that_are_left():
     assert draft.model.embed_tokens.weight.shape == (80, 32)
     fit_vocabulary(draft, 80)
     assert draft.config.vocab_size == 80
+
+
+def test_a_vocabulary_is_fitted_in_the_section_of_a_model_that_also_reads_images(tmp_path):
+    draft = make_model("qwen2_5_vl")
+    fit_vocabulary(draft, 104)
+    draft.save_pretrained(tmp_path)
+    loaded = load_causal_lm(tmp_path)
+    assert loaded.get_input_embeddings().weight.shape[0] == 104
+    assert loaded.config.get_text_config().vocab_size == 104

@@ -42,7 +42,7 @@ from redraft.heads.families.standalone import (
     prune_layers,
 )
 from redraft.heads.nn.causal_lm import PLAIN_ATTENTION
-from tests.helpers.target_families import FAMILIES, TINY, make_config
+from tests.helpers.target_families import FAMILIES, TINY, make_config, make_model
 
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
 SIZES |= {
@@ -175,6 +175,19 @@ class MasksSeen(TorchDispatchMode):
         for made in result if isinstance(result, tuple | list) else [result]:
             self.count += isinstance(made, torch.Tensor) and made.shape[-2:] == (84, 84)
         return result
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "gemma3", "mistral3"])
+def test_every_trained_weight_of_a_draft_with_an_image_encoder_gets_a_gradient(
+    model_type: str,
+) -> None:
+    """DDP stops at the second step otherwise."""
+    draft = StandaloneDraft(make_model(model_type))
+    step_logits(draft, make_batch(9, 7)).logsumexp(-1).sum().backward()
+    trained = {name: weight for name, weight in draft.named_parameters() if weight.requires_grad}
+    assert [name for name, weight in trained.items() if weight.grad is None] == []
+    assert len(trained) > 10
+    assert len(trained) < len(list(draft.parameters()))
 
 
 def test_gradient_checkpointing_changes_no_gradient_and_switches_off():
