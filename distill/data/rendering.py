@@ -40,7 +40,7 @@ from redraft.distill.data.template import (
     reads_parts,
 )
 from redraft.distill.data.turns import PROBE, QUESTION, RefusedAnswerError, TurnWriter
-from redraft.files.target_folder import writes_date
+from redraft.files.target_folder import count_ids, writes_date
 
 T = TypeVar("T")
 
@@ -198,6 +198,10 @@ class Renderer:
             else:
                 turns.append(keep(turn))
         return turns, refused
+
+    @cached_property
+    def num_ids(self) -> int:
+        return count_ids(self.tokenizer)
 
     @cached_property
     def _write(self) -> TurnWriter:

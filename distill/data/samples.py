@@ -403,7 +403,7 @@ def _exact_turns(
     """
     turns = conversation.get("turns", [])
     answers = [m for m in conversation["messages"] if m["role"] == "assistant"]
-    written = [_decode(turn, render.tokenizer) for turn in turns]
+    written = [_decode(turn, render) for turn in turns]
     if not all(map(_has_written, written, answers)):
         stats.foreign_ids += 1
         return []
@@ -415,11 +415,11 @@ def _exact_turns(
     return turns
 
 
-def _decode(turn: StoredTurn, tokenizer: Any) -> str:
+def _decode(turn: StoredTurn, render: Renderer) -> str:
     """Return the text of an answer. Empty if an id is outside the vocabulary."""
-    if max(int(part.max(initial=0)) for part in turn[1:]) >= len(tokenizer):
+    if max(int(part.max(initial=0)) for part in turn[1:]) >= render.num_ids:
         return ""
-    return str(tokenizer.decode(turn.answer_A.tolist()))
+    return str(render.tokenizer.decode(turn.answer_A.tolist()))
 
 
 def _has_written(text: str, answer: Message) -> bool:

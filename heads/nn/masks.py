@@ -6,7 +6,7 @@ B = batch, T = tokens, N = chosen rows.
 import torch
 from torch import Tensor
 
-from redraft.files.target_folder import TargetFolder
+from redraft.files.target_folder import TargetFolder, count_ids
 from redraft.heads.draft import Batch
 
 
@@ -25,15 +25,15 @@ def check_mask_token(mask_token_id: int | None, num_embeddings: int) -> None:
 def choose_mask_token(target: TargetFolder, num_embeddings: int) -> int:
     """Choose a token for the empty slots.
 
-    Return the token of the first row that the tokenizer does not use, or otherwise the padding
-    token. `num_embeddings` is the number of rows in the target's table.
+    Return the token of the first row after the tokenizer's ids, or otherwise the padding token.
+    `num_embeddings` is the number of rows in the target's table.
 
     Raises:
         ValueError: neither is available.
     """
     tokenizer = target.tokenizer
-    if len(tokenizer) < num_embeddings:
-        return len(tokenizer)
+    if (unused := count_ids(tokenizer)) < num_embeddings:
+        return unused
     pad_id: int | None = tokenizer.pad_token_id
     # A token that ends answers cannot be used, and a token that was added later has no row.
     if pad_id is None or pad_id in target.end_ids or pad_id >= num_embeddings:

@@ -36,7 +36,7 @@ from redraft.files.artifact import write_whole
 from redraft.files.folder import CONFIG
 from redraft.files.replaced import require_apart
 from redraft.files.served_target import require_rows, visible_length
-from redraft.files.target_folder import TargetFolder
+from redraft.files.target_folder import TargetFolder, count_ids
 from redraft.recipes.data.show_config import ShowConfig
 
 VOCABULARY_SIZES = (4096, 8192, 16384, 32768, 65536)
@@ -114,7 +114,7 @@ def main(cfg: ShowConfig) -> None:
         else "duplicates: not checked, because no long answer is held out"
     )
     print("\n".join(describe_domains(conversations)))
-    print("\n".join(describe_vocabulary(samples, held_out_samples, len(tokenizer))))
+    print("\n".join(describe_vocabulary(samples, held_out_samples, count_ids(tokenizer))))
     in_color = cfg.color and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     print("\nlabels are green:" if in_color else "\nlabels are enclosed in 「 and 」:")
     for number, (sample, kinds) in enumerate(shown, 1):

@@ -6,7 +6,7 @@ from typing import Any
 from safetensors import safe_open
 
 from redraft.files.folder import tensor_files
-from redraft.files.target_folder import TargetFolder
+from redraft.files.target_folder import TargetFolder, count_ids
 from redraft.files.windows import target_window
 
 # fmt: off
@@ -124,11 +124,10 @@ def require_rows(target: TargetFolder) -> None:
     late = sorted(token for token, token_id in tokenizer.get_vocab().items() if token_id >= rows)
     special, template = set(tokenizer.all_special_tokens), str(tokenizer.chat_template)
     if written := [token for token in late if token not in special or token in template]:
-        num_ids = 1 + max(tokenizer.get_vocab().values())
         raise ValueError(
-            f"the tokenizer has {num_ids:,} ids, including {written[0]!r}, but {target.name} has only "
-            f"{rows:,} embeddings: remove the added tokens from the tokenizer, or add rows for them "
-            "to the target (resize_token_embeddings)"
+            f"the tokenizer has {count_ids(tokenizer):,} ids, including {written[0]!r}, but "
+            f"{target.name} has only {rows:,} embeddings: remove the added tokens from the "
+            "tokenizer, or add rows for them to the target (resize_token_embeddings)"
         )
 
 

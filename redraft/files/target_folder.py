@@ -192,3 +192,8 @@ class TargetFolder:
 def writes_date(tokenizer: Any) -> bool:
     """Whether the chat template writes today's date, as with Llama 3.2, SmolLM3 and gpt-oss."""
     return "strftime_now" in str(tokenizer.chat_template)
+
+
+def count_ids(tokenizer: Any) -> int:
+    """Return the largest id + 1, which is more than `len(tokenizer)` if there are unused ids."""
+    return 1 + max(tokenizer.get_vocab().values())

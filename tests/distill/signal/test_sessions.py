@@ -14,6 +14,7 @@ import pytest
 import torch
 from teachers import Reply
 from test_regenerate import contents, make_conversation, make_endpoint, serving
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from redraft.distill.data.conversations import load_conversations, read_conversation
@@ -209,6 +210,23 @@ def test_token_ids_of_another_tokenizer_are_not_learned(tmp_path: Path) -> None:
     conversations = load_conversations(str(output))
     _, stats = build_samples(conversations, tokenizer, max_length=1024, progress=False)
     assert (stats.foreign_ids, stats.exact) == (1, 0)
+
+
+def test_token_ids_after_unused_ones_are_learned(tmp_path: Path) -> None:
+    """Of a tokenizer with fewer tokens than its largest id, as tiktoken's vocabularies have."""
+    output, target = tmp_path / "answers.jsonl", Target()
+    written = json.loads(target.tokenizer.backend_tokenizer.to_str())
+    moved = len(target.tokenizer) + 7
+    written["model"]["vocab"]["<|end|>"] = moved
+    for token in written["added_tokens"]:
+        token["id"] = moved if token["content"] == "<|end|>" else token["id"]
+    target.tokenizer._tokenizer = Tokenizer.from_str(json.dumps(written))
+    assert target.tokenizer.convert_tokens_to_ids("<|end|>") == moved > len(target.tokenizer)
+    answer_session(make_session(), output, target)
+    _, stats = build_samples(
+        load_conversations(str(output)), target.tokenizer, max_length=1024, progress=False
+    )
+    assert (stats.foreign_ids, stats.exact) == (0, STEPS + 1)
 
 
 def test_packed_turns_are_the_turns_and_share_no_text() -> None:
