@@ -26,12 +26,17 @@ MAX_TOKENS = 4096  # Larger than the probe's length with any template and tokeni
 def label_probe(tokenizer: Any, day: datetime.date | None = None) -> dict[str, list[int]] | None:
     """Return the probe's `input_ids`, and `labels`, the positions of its training labels.
 
-    Return None if there is no chat template. A template that contains the date uses `day`, which is
-    then required.
+    Return None if there is no chat template, or if it does not render the probe. A template that
+    contains the date uses `day`, which is then required.
     """
     if tokenizer.chat_template is None:
         return None
-    (sample,), _ = build_samples([PROBE], tokenizer, max_length=MAX_TOKENS, day=day, progress=False)
+    try:
+        (sample,), _ = build_samples(
+            [PROBE], tokenizer, max_length=MAX_TOKENS, day=day, progress=False
+        )
+    except ValueError:  # e.g. a template that needs a system prompt
+        return None
     return {
         "input_ids": sample.input_ids.tolist(),
         "labels": sample.loss_mask.nonzero()[0].tolist(),

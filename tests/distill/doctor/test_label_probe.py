@@ -58,3 +58,10 @@ def test_a_tokenizer_without_a_template_has_no_probe(small_tokenizer: Any) -> No
     plain = copy.deepcopy(small_tokenizer)
     plain.chat_template = None
     assert label_probe(plain) is None
+
+
+def test_a_template_that_does_not_render_the_probe_has_none(small_tokenizer: Any) -> None:
+    """It is found after training, which may have been on other conversations or plain text."""
+    strict = copy.deepcopy(small_tokenizer)
+    strict.chat_template = "{{ raise_exception('a system prompt is needed') }}"
+    assert label_probe(strict) is None
