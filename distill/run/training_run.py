@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from redraft.distill.data.conversations import identify_conversations
 from redraft.distill.data.day import choose_day
 from redraft.distill.data.vocabulary import choose_size
 from redraft.distill.launch.ranks import leave, require_whole_matrices
@@ -142,6 +143,11 @@ class Run:
             overwrite=cfg.overwrite,
             date=choose_day(cfg.data.date, "--data.date"),
         )
+        # Find the data before the target is loaded, which may take minutes.
+        for source in filter(None, (cfg.data.source, cfg.data.prompts)):
+            self.folder.on_main(
+                lambda source=source: identify_conversations(source, cfg.data.split)
+            )
         # 3. Open the target, which may be converted, and the data.
         rewritten = self._rewrite(files) if sketch is None else None
         model = load_target(rewritten or files, cfg.signal, self.accelerator.device)

@@ -26,6 +26,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from benchmarks.studies.presets import make_preset
 from redraft.distill.data.corpus import stdlib_conversations
 from redraft.distill.run import start as starting
+from redraft.distill.run import training_run
 from redraft.distill.run.start import read_last_signals, read_scales, start
 from redraft.distill.run.training_run import Run
 from redraft.distill.run.training_run import run as train
@@ -498,6 +499,17 @@ def test_a_head_continues_with_its_own_number_of_draft_steps(
         assert recorded["num_steps"] == 4
         with pytest.raises(ValueError, match=r"^5 draft tokens .* trained for 4\b"):
             train(find_family("eagle1"), make(start_from, 5))
+
+
+def test_data_that_do_not_exist_are_refused_before_the_target_is_loaded(
+    random_target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training_run, "load_target", lambda *_: pytest.fail("it was loaded"))
+    cfg = make_settings("medusa", random_target, data, tmp_path / "run")
+    missing = str(tmp_path / "mistyped.jsonl")
+    for changes in ({"source": missing}, {"prompts": missing}):
+        with pytest.raises(FileNotFoundError, match="mistyped"):
+            Run(find_family("medusa"), replace(cfg, data=replace(cfg.data, **changes)))
 
 
 def test_rows_that_do_not_fill_a_batch_are_refused_before_the_start(
