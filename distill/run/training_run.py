@@ -144,10 +144,10 @@ class Run:
             date=choose_day(cfg.data.date, "--data.date"),
         )
         # Find the data before the target is loaded, which may take minutes.
-        for source in filter(None, (cfg.data.source, cfg.data.prompts)):
-            self.folder.on_main(
-                lambda source=source: identify_conversations(source, cfg.data.split)
-            )
+        named = filter(None, (cfg.data.source, cfg.data.prompts))
+        self.folder.on_main(
+            lambda: [identify_conversations(name, cfg.data.split) for name in named]
+        )
         # 3. Open the target, which may be converted, and the data.
         rewritten = self._rewrite(files) if sketch is None else None
         model = load_target(rewritten or files, cfg.signal, self.accelerator.device)

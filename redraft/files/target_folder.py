@@ -196,4 +196,5 @@ def writes_date(tokenizer: Any) -> bool:
 
 def count_ids(tokenizer: Any) -> int:
     """Return the largest id + 1, which is more than `len(tokenizer)` if there are unused ids."""
-    return 1 + max(tokenizer.get_vocab().values())
+    largest: int = max(tokenizer.get_vocab().values())
+    return largest + 1
