@@ -385,8 +385,9 @@ class RunFolder:
         checkpoints = self._checkpoints()
         if not checkpoints:
             return ""
-        verify(checkpoints[-1])
-        return checkpoints[-1].name
+        newest = checkpoints[-1]
+        verify(newest, f"delete {newest} to resume from the checkpoint before it")
+        return newest.name
 
     def _cut_metrics(self, step: int) -> list[dict[str, Any]]:
         path = self.folder / "metrics.jsonl"

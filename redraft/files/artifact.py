@@ -251,27 +251,28 @@ def manifest(folder: Path) -> dict[str, FileEntry]:
         raise ValueError(f"{path} is corrupt ({error}): publish the folder again") from error
 
 
-def verify(folder: Path) -> dict[str, FileEntry]:
+AGAIN = "copy or publish the folder again"
+
+
+def verify(folder: Path, cure: str = AGAIN) -> dict[str, FileEntry]:
     """Compare every file of a published folder with the manifest, and return the manifest.
 
-    All sizes are compared first, so a truncated file is detected immediately.
+    All sizes are compared first, so a truncated file is detected immediately. Errors end with
+    `cure`.
 
     Raises:
         FileNotFoundError: there is no manifest.
         ValueError: a file is missing, truncated or altered; the message names the first one.
     """
     entries = manifest(folder)
-    require_sizes(folder, entries)
+    require_sizes(folder, entries, cure)
     for name, entry in entries.items():
         if sha256(folder / name) != entry.sha256:
-            raise ValueError(
-                f"{folder / name} is corrupt (its SHA-256 differs): copy or publish the folder "
-                "again"
-            )
+            raise ValueError(f"{folder / name} is corrupt (its SHA-256 differs): {cure}")
     return entries
 
 
-def require_sizes(folder: Path, entries: Mapping[str, FileEntry]) -> None:
+def require_sizes(folder: Path, entries: Mapping[str, FileEntry], cure: str = AGAIN) -> None:
     """Refuse a folder in which a file is missing or has a different size than in `entries`.
 
     Raises:
@@ -280,13 +281,10 @@ def require_sizes(folder: Path, entries: Mapping[str, FileEntry]) -> None:
     for name, entry in entries.items():
         path = folder / name
         if not path.is_file():
-            raise ValueError(f"{path} is missing: copy or publish the folder again")
+            raise ValueError(f"{path} is missing: {cure}")
         size = path.stat().st_size
         if size != entry.bytes:
-            raise ValueError(
-                f"{path} has {size} bytes instead of {entry.bytes}: copy or publish the folder "
-                "again"
-            )
+            raise ValueError(f"{path} has {size} bytes instead of {entry.bytes}: {cure}")
 
 
 def sha256(path: Path) -> str:

@@ -6,6 +6,7 @@ import datetime
 import errno
 import json
 import os
+import shutil
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,6 +66,19 @@ def test_the_newest_checkpoint_is_that_of_the_last_step_beyond_a_million(tmp_pat
     assert (step, read) == (1_000_000, ["1000000"])
     kept = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
     assert kept == {"step-000100-good", "step-999999", "step-1000000"}
+
+
+def test_a_damaged_checkpoint_is_deleted_to_resume_from_the_one_before(tmp_path: Path) -> None:
+    run = open_run(tmp_path / "run")
+    for step in (1, 2):
+        run.save(step, lambda folder: (folder / "step").write_text("whole"))
+    newest = tmp_path / "run/checkpoints/step-000002"
+    for damage in ("cut", "other"):
+        (newest / "step").write_text(damage)
+        with pytest.raises(ValueError, match=rf"^{newest}/step .*: delete {newest} to resume"):
+            run.restore(lambda _: None)
+    shutil.rmtree(newest)
+    assert run.restore(lambda _: None) == 1
 
 
 def test_a_run_judged_by_acceptance_is_resumed_with_the_same_number_of_draft_tokens(
