@@ -79,6 +79,11 @@ def lasting(config: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
+def _leave_out_nan(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return the finite numbers of a line, because a report with NaN would be refused."""
+    return {name: value for name, value in entry.items() if np.isfinite(value).all()}
+
+
 def _date(config: dict[str, Any], day: str | None) -> dict[str, Any]:
     """Return a config with the date of its run, which is `day` if the config sets none."""
     if not isinstance(config.get("data"), dict):
@@ -302,9 +307,7 @@ class RunFolder:
         self.inputs = self.on_main(record)
 
     def log(self, step: int, **values: float | int | bool | list[float]) -> None:
-        # JSON has no NaN, so the report would be refused at the end of the run.
-        finite = {name: value for name, value in values.items() if np.isfinite(value).all()}
-        entry = {"step": step, **finite}
+        entry = _leave_out_nan({"step": step, **values})
         self.metrics.append(entry)
         self.accelerator.log(values, step=step)
         if self.accelerator.is_main_process:
@@ -392,9 +395,8 @@ class RunFolder:
     def _cut_metrics(self, step: int) -> list[dict[str, Any]]:
         path = self.folder / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
-        whole = [
-            json.loads(line) for line in lines if line.endswith("}")
-        ]  # a kill may have truncated the last line
+        # A kill may have truncated the last line.
+        whole = [_leave_out_nan(json.loads(line)) for line in lines if line.endswith("}")]
         # The steps after the checkpoint will be taken and logged again.
         kept = [entry for entry in whole if entry["step"] <= step]
         write_whole(path, "".join(json.dumps(entry) + "\n" for entry in kept))

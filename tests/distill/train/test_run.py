@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import errno
 import json
+import math
 import os
 import shutil
 from multiprocessing.connection import Connection
@@ -79,6 +80,15 @@ def test_a_damaged_checkpoint_is_deleted_to_resume_from_the_one_before(tmp_path:
             run.restore(lambda _: None)
     shutil.rmtree(newest)
     assert run.restore(lambda _: None) == 1
+
+
+def test_metrics_that_are_not_finite_are_left_out_of_a_resumed_run(tmp_path: Path) -> None:
+    run = open_run(tmp_path / "run")
+    lines = [{"step": 0, "alpha": [0.5, math.nan], "lr": 1.0}, {"step": 0, "loss": math.inf}]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "run/metrics.jsonl").write_text(text)
+    run.restore(lambda _: None)
+    assert run.metrics == [{"step": 0, "lr": 1.0}, {"step": 0}]
 
 
 def test_a_run_judged_by_acceptance_is_resumed_with_the_same_number_of_draft_tokens(
