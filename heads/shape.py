@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import LlamaConfig, Qwen3Config
 
 from redraft.heads.logits import LogitRule
@@ -129,25 +131,36 @@ class LlamaShape:
         return shape
 
     @staticmethod
-    def from_head_config(layer_config: Mapping[str, Any], target_config: Any) -> LlamaShape:
-        """Read the shape of a trained head from its config, as an engine does.
+    def from_head_config(
+        layer_config: Mapping[str, Any], target_config: Any, folder: Path, *, qk_norm: bool
+    ) -> LlamaShape:
+        """Read the shape of the trained head in `folder` from its config, as an engine does.
 
         Hidden size, vocabulary and positions are always the target's, because embeddings are
-        shared.
+        shared. Whether queries and keys are normed depends on the engine's class for the head.
+
+        Raises:
+            ValueError: the config cannot be read, or the rotation or the activation is not
+                supported.
         """
-        config = read_layer_config(layer_config)
-        target = LlamaShape.from_config(target_config)
-        shared = {
-            name: getattr(target, name)
-            for name in ("hidden_size", "vocab_size", "max_position_embeddings")
-        }
-        # To vLLM, model type qwen3 means normed queries and keys (`Eagle3Qwen3ForCausalLM`).
-        shared |= {
-            "attention_bias": bool(config.attention_bias),
-            "qk_norm": config.model_type == "qwen3",
-            "rope_parameters": llama_rope(config.rope_parameters, is_own=True),
-        }
-        return replace(LlamaShape.from_config(config), **shared)
+        config = read_layer_config(layer_config, folder)
+        if (act := config.hidden_act) not in ("silu", "swish"):
+            raise ValueError(
+                f"{folder}: hidden_act is {act}, but only silu is supported, as in vLLM"
+            )
+        return replace(
+            LlamaShape.from_config(target_config),
+            intermediate_size=config.intermediate_size,
+            num_attention_heads=config.num_attention_heads,
+            num_key_value_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            rms_norm_eps=config.rms_norm_eps,
+            rope_parameters=_own_rope(config.rope_parameters, config.head_dim, folder),
+            attention_bias=bool(config.attention_bias),
+            qk_norm=qk_norm,
+            # Of the keys that scale a model's logits, vLLM reads only this one from a head.
+            logit_scale=getattr(config, "logit_scale", None) or 1.0,
+        )
 
     def record(self) -> dict[str, Any]:
         """Return the sizes that change a layer's arithmetic but not its tensors' shapes."""
@@ -173,13 +186,19 @@ class LlamaShape:
         }
 
 
-def read_layer_config(layer_config: Mapping[str, Any]) -> Any:
-    """The `transformers` config for a head's layer, either Llama's or Qwen3's.
+def read_layer_config(layer_config: Mapping[str, Any], folder: Path) -> Any:
+    """The `transformers` config for the layer of the head in `folder`, either Llama's or Qwen3's.
 
     Missing keys get the engine's defaults.
+
+    Raises:
+        ValueError: transformers, and so the engine, refuses a value.
     """
     kind = Qwen3Config if layer_config.get("model_type") == "qwen3" else LlamaConfig
-    return kind(**{key: value for key, value in layer_config.items() if key != "model_type"})
+    try:
+        return kind(**{key: value for key, value in layer_config.items() if key != "model_type"})
+    except StrictDataclassError as error:
+        raise ValueError(f"{folder}: config.json is invalid: {error.__cause__ or error}") from error
 
 
 PARTIAL = "partial_rotary_factor"
@@ -224,3 +243,22 @@ def llama_rope(
         **{k: v for k, v in chosen.items() if k not in ENGINE_ONLY},
         **kept,
     }
+
+
+def _own_rope(rope_parameters: Mapping[str, Any], head_dim: int, folder: Path) -> dict[str, Any]:
+    """RoPE parameters of the trained head in `folder`, as vLLM reads them.
+
+    Raises:
+        ValueError: the rotation is of a kind that is not supported here.
+    """
+    chosen = rope_parameters.get("full_attention", rope_parameters)
+    kind = chosen.get("rope_type", "default")
+    if kind == "dynamic" and "max_trained_positions" not in chosen:
+        # Hunyuan's `alpha` only raises theta. vLLM ignores `factor` here.
+        rotated = int(head_dim * (chosen.get(PARTIAL) or 1.0))
+        raised = chosen.get("alpha", 1.0) ** (rotated / (rotated - 2))
+        chosen = {**chosen, "rope_theta": chosen["rope_theta"] * raised}
+    # "mrope" is an older name for "default": the sections change nothing in a text.
+    elif kind not in (*LLAMA_RULES, "mrope"):
+        raise ValueError(f"{folder}: a rotation of the type {kind} is not supported here")
+    return llama_rope(chosen, is_own=True)

@@ -33,7 +33,7 @@ from redraft.heads.draft import Batch, TargetSignal
 from redraft.heads.families.dflash import DFlash
 from redraft.heads.families.dspark import DSpark
 from redraft.heads.families.eagle3 import Eagle3
-from redraft.heads.families.peagle import PEagle
+from redraft.heads.families.peagle import MASK_KEYS, PEagle
 from redraft.heads.nn.layers import Attention, Rotary
 from redraft.heads.shape import LlamaShape
 
@@ -353,10 +353,6 @@ def _options(pair: Pair, head: Eagle3 | DFlash) -> Iterator[Reading]:
             cure=f'write "{key}": {right} {_place(pair, key)}',
             change=change,
         )
-
-
-# Keys of the mask token, in the order engines look them up.
-MASK_KEYS = ("mask_token_id", "pard_token")
 
 
 def _other_mask_tokens(pair: Pair, head: PEagle | DFlash) -> Iterator[Reading]:

@@ -22,7 +22,12 @@ from redraft.heads.doctor.pair import Check, Finding, Pair
 from redraft.heads.families.mtp_layouts import detect_layout
 from redraft.heads.target import Target
 
-OF_VLLM: tuple[Check, ...] = (eagle3.nested_ids, dflash.architecture, dflash.causality)
+OF_VLLM: tuple[Check, ...] = (
+    eagle3.nested_ids,
+    eagle3.map_of_all,
+    dflash.architecture,
+    dflash.causality,
+)
 """Checks of settings and tensors that only vLLM reads."""
 
 

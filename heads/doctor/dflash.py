@@ -6,10 +6,10 @@ They cover target layers, mask token, direction of attention, norms and draft vo
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from redraft.files.windows import SLIDING
+from redraft.files.windows import SECTION, SLIDING
 from redraft.heads.doctor import shared
 from redraft.heads.doctor.described import other_architecture
-from redraft.heads.doctor.eagle3 import vocabulary_map
+from redraft.heads.doctor.eagle3 import map_of_all, vocabulary_map
 from redraft.heads.doctor.pair import Check, Finding, Pair
 from redraft.heads.doctor.windows import windows
 
@@ -151,12 +151,14 @@ def rotation(pair: Pair) -> Iterator[Finding]:
 
 
 def _section(pair: Pair, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-    # The section is "dflash_config" for DFlash. The name is empty for DSpark and the speculators
-    # layout, which have all keys at the top level. So has a DSpark head without a Markov head.
-    name = "" if pair.is_speculators else pair.family.layers_key.rpartition(".")[0]
-    if not name or (name not in pair.config and LAYERS in pair.config):
-        return config, "config.json"
-    return config.get(name) or {}, name
+    """Return the part of config.json, or of the record in it, with the family's keys; its name."""
+    inner = config.get(SECTION) or {}
+    is_flat = SECTION not in pair.config and LAYERS in pair.config
+    if pair.family.name == "dflash" and not (pair.is_speculators or is_flat):
+        return inner, SECTION
+    # DSpark and the speculators layout have all keys at the top level. So has a DSpark head without
+    # a Markov head. Engines look in the section first.
+    return {**config, **inner}, SECTION if LAYERS in inner else "config.json"
 
 
 OF_BLOCKS: tuple[Check, ...] = (
@@ -165,6 +167,7 @@ OF_BLOCKS: tuple[Check, ...] = (
     shared.positions,
     shared.shared_weights,
     shared.fc_bias,
+    shared.biases,
     target_layers,
     mask_token,
     as_trained,
@@ -172,6 +175,7 @@ OF_BLOCKS: tuple[Check, ...] = (
     head_norms,
     rotation,
     vocabulary_map,
+    map_of_all,
 )
 
 

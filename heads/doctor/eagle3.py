@@ -28,12 +28,17 @@ def nested_ids(pair: Pair) -> Iterator[Finding]:
     nested = _nested_ids(pair)
     if nested and not pair.config.get(AUX_LAYERS):
         above = [layer + 1 for layer in nested]
+        lists = (
+            f"{above} if the head was made for SGLang or TensorRT-LLM (SpecForge, ModelOpt), "
+            f"{nested} if it was made for vLLM"
+        )
+        if above[-1] > pair.target_config.num_hidden_layers:
+            lists = f"{nested}, because the target has no layer {above[-1]}"
         yield Finding(
             f"the aux layer ids {nested} are nested in another section of config.json: vLLM's "
             "V1 runner uses them unchanged, V2 ignores them, and SGLang and TensorRT-LLM interpret "
-            f"them as {above}",
-            f'write "{AUX_LAYERS}" at the top level of config.json: {above} if the head was made for '
-            f"SGLang or TensorRT-LLM (SpecForge, ModelOpt), {nested} if it was made for vLLM",
+            f"them as {above} for most targets",
+            f'write "{AUX_LAYERS}" at the top level of config.json: {lists}',
         )
 
 
@@ -151,6 +156,16 @@ def vocabulary_map(pair: Pair) -> Iterator[Finding]:
         )
 
 
+def map_of_all(pair: Pair) -> Iterator[Finding]:
+    """Check that a head with the target's whole vocabulary has no map, because vLLM refuses one."""
+    if pair.shapes.get("d2t") == (pair.target_config.vocab_size,):
+        yield Finding(
+            "the checkpoint contains d2t, but the head has the target's whole vocabulary: vLLM fails "
+            "to start with it",
+            "remove d2t and t2d from the checkpoint",
+        )
+
+
 def _check_map(pair: Pair, rows: int, vocab_size: int) -> Iterator[Finding]:
     wanted = [name for name in ("d2t", "t2d") if name in pair.shapes]
     tensors = read_tensors(pair.draft, wanted)
@@ -219,4 +234,5 @@ CHECKS: tuple[Check, ...] = (
     aux_layers,
     options,
     vocabulary_map,
+    map_of_all,
 )

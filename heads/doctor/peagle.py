@@ -7,15 +7,12 @@ from collections.abc import Iterator
 
 from redraft.heads.doctor import eagle3, shared
 from redraft.heads.doctor.pair import Check, Finding, Pair
-
-# The key that `speculators` writes, and the key that vLLM reads.
-KEYS = ("mask_token_id", "pard_token")
+from redraft.heads.families.peagle import MASK_KEYS
 
 
 def mask_token(pair: Pair) -> Iterator[Finding]:
     """Check that the mask token has a target embedding and is the one used in training."""
-    # vLLM looks them up in this order too, so `mask_token_id` takes precedence.
-    key = next((key for key in KEYS if pair.config.get(key) is not None), None)
+    key = next((key for key in MASK_KEYS if pair.config.get(key) is not None), None)
     trained = pair.trained_with.get("mask_token_id")
     if key is None:
         said = "of training" if trained is None else str(trained)

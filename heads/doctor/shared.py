@@ -151,7 +151,7 @@ AS_TRAINED = (
 
 
 def tensors_fit_config(pair: Pair) -> Iterator[Finding]:
-    """Check that the layers, heads and biases in config.json match the checkpoint.
+    """Check that the layers, biases and heads in config.json match the checkpoint.
 
     Engines use uninitialised memory for missing tensors.
     """
@@ -169,13 +169,7 @@ def tensors_fit_config(pair: Pair) -> Iterator[Finding]:
             "leaves the others uninitialised",
             f'write "num_hidden_layers": {layers} into {_file(pair)}',
         )
-    has_bias = "self_attn.q_proj.bias" in names
-    if bool(config.get("attention_bias", False)) != has_bias:
-        yield Finding(
-            f"attention_bias is {str(not has_bias).lower()}, but the checkpoint contains "
-            f"{'' if has_bias else 'no '}attention biases",
-            f'write "attention_bias": {str(has_bias).lower()} into {_file(pair)}',
-        )
+    yield from biases(pair)
     sizes = _sizes(pair)
     for name, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
         rows = names.get(f"self_attn.{name}.weight", (0,))[0]
@@ -185,6 +179,17 @@ def tensors_fit_config(pair: Pair) -> Iterator[Finding]:
                 f"the {rows} rows of {name}",
                 f"write the {heads} and head_dim used in training into {_file(pair)}",
             )
+
+
+def biases(pair: Pair) -> Iterator[Finding]:
+    """Check that config.json states whether attention has biases."""
+    has_bias = any(name.endswith("self_attn.q_proj.bias") for name in pair.shapes)
+    if bool(pair.layer_config.get("attention_bias", False)) != has_bias:
+        yield Finding(
+            f"attention_bias is {str(not has_bias).lower()}, but the checkpoint contains "
+            f"{'' if has_bias else 'no '}attention biases",
+            f'write "attention_bias": {str(has_bias).lower()} into {_file(pair)}',
+        )
 
 
 def off_by_one(served: Sequence[int], trained: Sequence[int], meaning: str) -> str:
@@ -236,7 +241,7 @@ def arithmetic(pair: Pair) -> Iterator[Finding]:
 def _sizes(pair: Pair) -> Mapping[str, Any]:
     known = (*AS_TRAINED, "hidden_size", "model_type")
     config = read_layer_config(
-        {key: value for key, value in pair.layer_config.items() if key in known}
+        {key: value for key, value in pair.layer_config.items() if key in known}, pair.draft
     )
     return {key: getattr(config, key) for key in AS_TRAINED}
 

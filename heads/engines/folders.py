@@ -14,10 +14,11 @@ from torch import Tensor
 
 from redraft.files.artifact import MANIFEST, PROVENANCE, write_json
 from redraft.files.folder import CONFIG, WEIGHTS, read_config
-from redraft.files.foreign import AUX_LAYERS, nested_layers
+from redraft.files.foreign import AUX_LAYERS
 from redraft.files.tensors import read_tensors
 from redraft.files.windows import View, trained_views
 from redraft.heads.doctor.pair import Finding, Pair
+from redraft.heads.families.eagle3 import has_qk_norm
 from redraft.heads.families.mtp_folder import link
 from redraft.heads.target import Target
 
@@ -62,12 +63,12 @@ def write_changed(pair: Pair, folder: Path, edit: Edit) -> None:
 
 
 def layers_read(pair: Pair) -> list[int]:
-    """Return the target layers that an EAGLE-3 head was trained on.
+    """Return the target layers that a head was trained on.
 
     Each is given as the number of layers below its stream.
     """
-    recorded = pair.trained_with.get(AUX_LAYERS) or pair.config.get(AUX_LAYERS)
-    return list(recorded or nested_layers(pair.config) or default_layers(pair))
+    recorded = pair.trained_with.get(AUX_LAYERS) or pair.family.read_layers(pair.config)
+    return list(recorded or default_layers(pair))
 
 
 def default_layers(pair: Pair) -> list[int]:
@@ -110,7 +111,7 @@ def refuse_eagle3(pair: Pair, title: str) -> Iterator[Finding]:
         yield Finding(
             f"norm_before_residual is true: {title} uses the residual before the norm", OTHERWISE
         )
-    if pair.layer_config.get("model_type") == "qwen3":
+    if has_qk_norm(pair.config):
         yield Finding(f"{title}'s layer has no norms of queries and keys", OTHERWISE)
     if len(layers_read(pair)) == 1:
         yield Finding(

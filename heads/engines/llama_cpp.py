@@ -35,8 +35,9 @@ from redraft.files.tokenizers import first_difference
 from redraft.files.windows import SECTION as BLOCK
 from redraft.files.windows import beside_target, trained_views
 from redraft.heads.doctor.pair import Finding, Pair
-from redraft.heads.engines.folders import OTHERWISE, section, shell, write_changed
+from redraft.heads.engines.folders import OTHERWISE, layers_read, section, shell, write_changed
 from redraft.heads.engines.table import Export
+from redraft.heads.families.eagle3 import has_qk_norm
 from redraft.heads.target import HEAD, Target
 
 TITLE = "llama.cpp"
@@ -110,7 +111,7 @@ def find_refused(pair: Pair) -> Iterator[Finding]:
     if not pair.family.is_head:
         yield from _refuse_standalone(pair)
         return
-    layers, last = pair.family.read_layers(pair.config), pair.target_config.num_hidden_layers
+    layers, last = layers_read(pair), pair.target_config.num_hidden_layers
     if last in layers:
         below = " ".join(map(str, sorted({min(2, last - 1), last // 2, last - 1})))
         yield Finding(
@@ -126,6 +127,10 @@ def find_refused(pair: Pair) -> Iterator[Finding]:
             f"{TITLE} cannot load a DSpark head without a confidence head",
             "train with --head.confidence-head",
         )
+    for key in ("attention_bias", "mlp_bias"):
+        if pair.layer_config.get(key):
+            name = pair.family.title
+            yield Finding(f"{key} is true: {TITLE}'s {name} has no biases", OTHERWISE)
     rotation = EAGLE3 if pair.family.name == "eagle3" else DFLASH
     yield from _refuse_rotation(pair.layer_config, rotation)
 
@@ -204,10 +209,7 @@ def _refuse_eagle3(pair: Pair, layers: list[int]) -> Iterator[Finding]:
                 f"{option} is true (EAGLE-3.1): {TITLE} does not compute this norm",
                 f"train with --head.no-{option.replace('_', '-')}",
             )
-    for key in ("attention_bias", "mlp_bias"):
-        if pair.layer_config.get(key):
-            yield Finding(f"{key} is true: {TITLE}'s EAGLE-3 has no biases", OTHERWISE)
-    if pair.layer_config.get("model_type") == "qwen3":
+    if has_qk_norm(pair.config):
         yield Finding(f"{TITLE}'s EAGLE-3 has no norms of queries and keys", OTHERWISE)
 
 

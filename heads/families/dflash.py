@@ -58,7 +58,8 @@ class Attention(Projections):
     """Grouped-query attention with query and key norms, as in Qwen3."""
 
     def __init__(self, shape: LlamaShape) -> None:
-        super().__init__(replace(shape, attention_bias=False, qk_norm=True), shape.hidden_size)
+        # Unlike Qwen3's, the output projection has the bias too.
+        super().__init__(shape, shape.hidden_size, output_bias=shape.attention_bias)
 
     def keys_and_values(
         self, x_BTD: Tensor, cos_sin: tuple[Tensor, Tensor]
@@ -122,7 +123,8 @@ class DFlash(nn.Module):
             len(target.embed_VD) - 1 if config.mask_token_id is None else config.mask_token_id
         )
         self.config = config = replace(config, mask_token_id=self._mask_token_id)
-        self.shape = shape or LlamaShape.of_head(config, target.config)
+        # Queries and keys are always normed, in engines too.
+        self.shape = replace(shape or LlamaShape.of_head(config, target.config), qk_norm=True)
         self.views = beside_target(config.views, target.config)
         self.aux_layer_ids = aux_layers(config.aux_layer_ids, target.config.num_hidden_layers)
         check_mask_token(config.mask_token_id, len(target.embed_VD))
@@ -320,9 +322,6 @@ class DFlash(nn.Module):
         }
         layer = {
             **self.shape.hf_config(),
-            # `hf_config` has the model type llama, because the shape does not include the query and
-            # key norms of this file.
-            "model_type": "qwen3",
             "num_hidden_layers": self.config.num_layers,
             **write_views(self.config.views),
         }
@@ -398,15 +397,12 @@ class DFlash(nn.Module):
         trained_views(stored, folder)
         config = translate(stored, folder)
         tensors = read_tensors(folder)
-        draft_ids_W = read_ids(tensors.pop("d2t", None), tensors.pop("t2d", None), folder)
+        draft_ids_W = read_ids(tensors, len(target.head_VD), folder)
         head_WD = target.head_VD if draft_ids_W is None else target.head_VD[draft_ids_W]
         target.drop_copy(tensors, EMBEDDINGS, target.embed_VD, folder)
         target.drop_copy(tensors, HEAD, head_WD, folder)
-        # Read the shape as a Llama's: the query and key norms are in `Attention` above, not in the
-        # shape.
-        shape = LlamaShape.from_head_config({**config, "model_type": "llama"}, target.config)
-        own = cls._read(config, folder)
-        head = cls(own, target, draft_ids_W, replace(shape, head_dim=config["head_dim"]))
+        shape = LlamaShape.from_head_config(config, target.config, folder, qk_norm=True)
+        head = cls(cls._read(config, folder), target, draft_ids_W, shape)
         load_into(head, tensors, folder)
         return head
 

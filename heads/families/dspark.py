@@ -30,7 +30,7 @@ from redraft.files.windows import SECTION
 from redraft.heads import options
 from redraft.heads.draft import Batch, Bias, DraftStep
 from redraft.heads.families.dflash import DFlash
-from redraft.heads.families.dflash_layouts import read_options
+from redraft.heads.families.dflash_layouts import read_options, require_keys
 from redraft.heads.nn.precision import autocast_kind
 from redraft.heads.shape import LlamaShape
 from redraft.heads.target import Target
@@ -144,7 +144,7 @@ class DSpark(DFlash):
 
         Raises:
             ValueError: the attention, the Markov head or the confidence head is of an unsupported
-                kind, or the config does not state the block layout.
+                kind, or the config does not state the block layout or the rank.
         """
         if (kind := config.get("markov_head_type") or "vanilla") != "vanilla":
             raise ValueError(
@@ -162,6 +162,7 @@ class DSpark(DFlash):
                 f"{folder}: config.json does not specify whether the anchor proposes a token "
                 '(default: true in speculators, false in vLLM): add the value of "sample_from_anchor" used in training'
             )
+        require_keys(config, folder, "markov_rank")  # vLLM reads it only at the top level
         # Engines look there first.
         section = {**config, **(config.get(SECTION) or {})}
         return Config(

@@ -123,7 +123,8 @@ class Eagle1(nn.Module):
         """
         config = read_config(folder)
         recorded = Config(**options.read_record(Config, config))
-        head = Eagle1(recorded, target, LlamaShape.from_head_config(config, target.config))
+        shape = LlamaShape.from_head_config(config, target.config, folder, qk_norm=False)
+        head = Eagle1(recorded, target, shape)
         tensors = read_tensors(folder)
         if "fc.bias" in tensors and not tensors["fc.bias"].any():
             del tensors["fc.bias"]  # SGLang requires a bias, and a bias of zero changes nothing

@@ -51,6 +51,10 @@ ARCHITECTURE = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_outpu
 """
 
 
+QK_NORMED = ("Eagle3Qwen3ForCausalLM", "PeagleQwen3ForCausalLM", "Qwen3ForCausalLM")
+"""Architectures whose layers norm queries and keys. vLLM adds the prefix Eagle3 to the last one."""
+
+
 class Layer(nn.Module):
     """A Llama layer whose attention reads the token's embedding next to the feature."""
 
@@ -356,9 +360,9 @@ class Eagle3(nn.Module):
         # This raises an error with the cause, which transformers would truncate.
         trained_views(config, folder)
         tensors = {_our_name(name): tensor for name, tensor in read_tensors(folder).items()}
-        draft_ids_W = read_ids(tensors.pop("d2t", None), tensors.pop("t2d", None), folder)
+        draft_ids_W = read_ids(tensors, len(target.head_VD), folder)
         target.drop_copy(tensors, EMBEDDINGS, target.embed_VD, folder)
-        options = cls._read(config, own_head="lm_head.weight" in tensors)
+        options = cls._read(config, folder, own_head="lm_head.weight" in tensors)
         if not options.own_head:
             tensors.pop("lm_head.weight", None)
         layers = config.get("transformer_layer_config", config)
@@ -366,29 +370,48 @@ class Eagle3(nn.Module):
         windows = read_windows(layers, num_layers, folder)
         require_trained_window(windows["window"], trained_with(config).get("window"), folder)
         options = replace(options, num_layers=num_layers, **windows)
-        shape = LlamaShape.from_head_config(layers, target.config)
+        is_normed = has_qk_norm(config)
+        shape = LlamaShape.from_head_config(layers, target.config, folder, qk_norm=is_normed)
         head = cls(options, target, draft_ids_W, shape)
         load_into(head, tensors, folder)
         return head
 
     @staticmethod
-    def _read(config: Mapping[str, Any], *, own_head: bool) -> Any:
+    def _read(config: Mapping[str, Any], folder: Path, *, own_head: bool) -> Any:
         """Read a checkpoint's options: architecture (engine's keys), training (redraft's keys)."""
-        is_speculators = config.get(speculators.MARK) == "eagle3"
-        nested = config.get(SECTION) or {}
-        ids = config.get(AUX_LAYERS) or nested_layers(config)
         return Config(
-            aux_layer_ids=tuple(ids),
-            norm_before_fc=nested.get("norm_before_fc", config.get("norm_before_fc", False)),
-            # Read it as vLLM does: an absent key means true in a speculators config, and false in
-            # others.
-            norm_before_residual=config.get("norm_before_residual", is_speculators),
-            fc_norm=config.get("fc_norm", False),
+            **read_mix(config),
             norm_output=config.get("norm_output", False),
             # redraft's own record decides, because a reduced vocabulary puts even a frozen head
             # into the file.
             **{"own_head": own_head, **options.read_record(Config, config)},
         )
+
+
+def read_mix(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the architecture that EAGLE-3 and P-EAGLE share from config.json, as vLLM does."""
+    nested = config.get(SECTION) or {}
+    return {
+        "aux_layer_ids": tuple(config.get(AUX_LAYERS) or nested_layers(config)),
+        "norm_before_fc": nested.get("norm_before_fc", config.get("norm_before_fc", False)),
+        # An absent key means true in a speculators config of EAGLE-3, and false in others.
+        "norm_before_residual": config.get(
+            "norm_before_residual", config.get(speculators.MARK) == "eagle3"
+        ),
+        "fc_norm": config.get("fc_norm", False),
+    }
+
+
+def has_qk_norm(config: Mapping[str, Any]) -> bool:
+    """Whether vLLM's class for this config.json norms queries and keys, as Qwen3 does.
+
+    Outside the speculators layout, vLLM chooses the class by `architectures`.
+    """
+    named = config.get("architectures")
+    if speculators.MARK in config or not named:
+        layers: Mapping[str, Any] = config.get("transformer_layer_config", config)
+        return layers.get("model_type") == "qwen3"
+    return bool({*QK_NORMED}.intersection(named))
 
 
 def _our_name(name: str) -> str:

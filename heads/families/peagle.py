@@ -13,6 +13,7 @@ B = batch, T = tokens, N = rows of a step, L = aux layers, D = hidden.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -22,13 +23,16 @@ from torch import Tensor, nn
 from redraft.files.folder import TRAINED_WITH
 from redraft.heads import options
 from redraft.heads.draft import Batch, DraftStep, TargetSignal, label_rows
-from redraft.heads.families.eagle3 import Eagle3
+from redraft.heads.families.eagle3 import Eagle3, read_mix
 from redraft.heads.nn.attention import Memory, StepMemory, compute_again
 from redraft.heads.nn.masks import check_mask_token, choose_rows
 from redraft.heads.shape import LlamaShape
 from redraft.heads.target import Target
 
 Config = options.PEagle
+
+MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
+"""Keys of the mask token in config.json, in the order in which engines look them up."""
 
 
 class PEagle(Eagle3):
@@ -186,15 +190,20 @@ class PEagle(Eagle3):
         }
 
     @staticmethod
-    def _read(config: Mapping[str, Any], *, own_head: bool) -> Config:
-        """Read a checkpoint's options: architecture (engine's keys), training (redraft's keys)."""
+    def _read(config: Mapping[str, Any], folder: Path, *, own_head: bool) -> Config:
+        """Read a checkpoint's options: architecture (engine's keys), training (redraft's keys).
+
+        Raises:
+            ValueError: the config has no mask token.
+        """
+        tokens = [config[key] for key in MASK_KEYS if config.get(key) is not None]
+        if not tokens:
+            raise ValueError(
+                f'{folder}: config.json has no mask token: add "pard_token" with the value used in '
+                "training"
+            )
         return Config(
-            aux_layer_ids=tuple(config.get("eagle_aux_hidden_state_layer_ids") or ()),
-            mask_token_id=config.get("mask_token_id", config.get("pard_token")),
-            # The default is false in both layouts, unlike for EAGLE-3, because vLLM reads
-            # speculators' P-EAGLE configs this way.
-            norm_before_residual=config.get("norm_before_residual", False),
-            norm_before_fc=config.get("norm_before_fc", False),
-            fc_norm=config.get("fc_norm", False),
+            **read_mix(config),
+            mask_token_id=tokens[0],
             **{"own_head": own_head, **options.read_record(Config, config)},
         )

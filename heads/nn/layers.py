@@ -34,8 +34,8 @@ class Rotary:
         rotated = int(shape.head_dim * rope.pop(PARTIAL, 1.0))
         # Llama's class also serves Qwen3 layers, because both rotate in the same way.
         config = LlamaConfig(
-            hidden_size=shape.hidden_size,
-            num_attention_heads=shape.num_attention_heads,
+            hidden_size=rotated,
+            num_attention_heads=1,
             head_dim=rotated,
             max_position_embeddings=shape.max_position_embeddings,
             rope_parameters=rope,
@@ -70,7 +70,7 @@ class Projections(nn.Module):
     The input may be wider than the output. With `qk_norm`, q and k are normed as in Qwen3.
     """
 
-    def __init__(self, shape: LlamaShape, input_size: int) -> None:
+    def __init__(self, shape: LlamaShape, input_size: int, *, output_bias: bool) -> None:
         super().__init__()
         self._head_dim = shape.head_dim
         query_size, key_size = (
@@ -79,11 +79,7 @@ class Projections(nn.Module):
         self.q_proj = nn.Linear(input_size, query_size, bias=shape.attention_bias)
         self.k_proj = nn.Linear(input_size, key_size, bias=shape.attention_bias)
         self.v_proj = nn.Linear(input_size, key_size, bias=shape.attention_bias)
-        # In engines, a Llama layer's output projection has the bias too, but a Qwen3 layer's does
-        # not.
-        self.o_proj = nn.Linear(
-            query_size, shape.hidden_size, bias=shape.attention_bias and not shape.qk_norm
-        )
+        self.o_proj = nn.Linear(query_size, shape.hidden_size, bias=output_bias)
         if shape.qk_norm:
             self.q_norm = RMSNorm(shape.head_dim, eps=shape.rms_norm_eps)
             self.k_norm = RMSNorm(shape.head_dim, eps=shape.rms_norm_eps)
@@ -95,6 +91,11 @@ class Projections(nn.Module):
 
 class Attention(Projections):
     """Grouped-query attention over a memory."""
+
+    def __init__(self, shape: LlamaShape, input_size: int) -> None:
+        # In engines, a Llama layer's output projection has the bias too, but a Qwen3 layer's does
+        # not.
+        super().__init__(shape, input_size, output_bias=shape.attention_bias and not shape.qk_norm)
 
     def forward(self, x_BTD: Tensor, cos_sin: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
         # [B, H, T, E] for queries, [B, G, T, E] for keys and values.

@@ -30,12 +30,15 @@ def check_ids(draft_ids_W: Tensor, vocab_size: int) -> None:
         )
 
 
-def read_ids(offset_W: Tensor | None, kept_V: Tensor | None, source: Path) -> Tensor | None:
-    """Read the target id of every draft id from d2t.
+def read_ids(tensors: dict[str, Tensor], vocab_size: int, source: Path) -> Tensor | None:
+    """Take the maps out of a checkpoint's tensors, and read the target id of every draft id.
 
-    t2d stores the same ids as a mask. If it is present, the two must agree.
+    None means all ids. t2d stores the same ids as d2t, as a mask. If it is present, the two must
+    agree.
     """
-    if offset_W is None:
+    offset_W, kept_V = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    # Some trainers also write maps for the whole vocabulary.
+    if offset_W is None or (len(offset_W) == vocab_size and not offset_W.any()):
         return None
     # E.g. d2t [0, 0, 3] stands for the target's ids [0, 1, 5].
     ids_W = offset_W + torch.arange(len(offset_W))

@@ -85,9 +85,15 @@ def make_eagle3(
     return make_served(folder, "eagle3", make, layout=layout, target_name=str(folder / "target"))
 
 
-def make_dflash(folder: Path, ids: Any, **options: Any) -> Served:
+def make_dflash(
+    folder: Path, ids: Any, layer: dict[str, Any] | None = None, **options: Any
+) -> Served:
+    """`layer` sets what only heads of other trainers have."""
+
     def make(target: Target) -> Any:
-        return dflash.DFlash(dflash.Config(mask_token_id=255, num_layers=2, **options), target, ids)
+        shape = replace(LlamaShape.from_config(target.config), **(layer or {}))
+        config = dflash.Config(mask_token_id=255, num_layers=2, **options)
+        return dflash.DFlash(config, target, ids, shape)
 
     return make_served(folder, "dflash", make)
 
@@ -200,6 +206,15 @@ VARIANTS: dict[str, Callable[[Path], Served]] = {
     ),
     "dflash: reduced vocabulary, a longer block than is served": lambda folder: make_dflash(
         folder, torch.arange(1, 256, 2), aux_layer_ids=(1, 2, 5), block_size=8
+    ),
+    "dflash: biases of attention, heads that do not divide the hidden size": lambda folder: (
+        make_dflash(
+            folder,
+            None,
+            {"attention_bias": True, "num_attention_heads": 3},
+            aux_layer_ids=(1, 4),
+            block_size=4,
+        )
     ),
     "peagle: three layers": lambda folder: make_peagle(
         folder, None, aux_layer_ids=(1, 4), num_layers=3

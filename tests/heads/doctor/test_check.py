@@ -317,6 +317,19 @@ def test_a_long_list_of_ids_is_no_map_though_it_stays_within_the_vocabulary() ->
     assert list(compare_maps(ids, ids + torch.arange(len(ids)), 1000)) == []
 
 
+@pytest.mark.parametrize("make", [make_eagle3, make_dflash])
+def test_a_map_of_the_whole_vocabulary_is_refused_by_vllm(
+    make: Callable[..., Any], tmp_path: Path
+) -> None:
+    folders = make_pair(tmp_path, lambda target: make(target, None))
+    edit_tensors(folders[1], d2t=torch.zeros(VOCAB, dtype=torch.int64))
+    finding = only(findings(folders))
+    assert re.search(r"\bd2t\b.*vLLM fails to start", finding.problem)
+    assert finding.cure.startswith("remove d2t")
+    other = static_findings(read(*folders), method=None, num_speculative_tokens=3, engine="sglang")
+    assert other == []
+
+
 def test_a_draft_vocabulary_that_does_not_fit(tmp_path: Path) -> None:
     folders = make_pair(tmp_path, make_eagle3)
     edit_config(folders[1], draft_vocab_size=50)

@@ -31,9 +31,12 @@ from redraft.distill.loss.choice import Divergence
 from redraft.distill.train.objective import distill_loss
 from redraft.files.target_folder import TargetFolder
 from redraft.heads.catalog import find_family
-from redraft.heads.families.dflash import DFlash, choose_anchors
+from redraft.heads.doctor.checks import static_findings
+from redraft.heads.doctor.pair import Pair
+from redraft.heads.families.dflash import Config, DFlash, choose_anchors
 from redraft.heads.nn.layers import rotate
 from redraft.heads.nn.masks import choose_mask_token
+from redraft.heads.shape import LlamaShape
 from redraft.heads.target import Target
 
 
@@ -251,6 +254,49 @@ def test_a_checkpoint_of_another_trainer_loads(tmp_path: Path) -> None:
     loaded = DFlash.load(tmp_path, Target.from_model(model))
     assert loaded.config == head.config
     assert all(torch.equal(t, loaded.state_dict()[name]) for name, t in head.state_dict().items())
+
+
+@pytest.mark.parametrize("layout", ["vllm", "speculators"])
+def test_sizes_and_biases_that_only_other_trainers_choose(layout: Any, tmp_path: Path) -> None:
+    """Heads for gpt-oss have biases; those for Qwen 3.5 have heads that do not divide the width."""
+    model = make_target()
+    model.save_pretrained(tmp_path / "target")
+    target = Target.from_model(model)
+    shape = replace(
+        LlamaShape.from_config(model.config),
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=16,
+        attention_bias=True,
+    )
+    head = make_random(DFlash(Config(**OPTIONS["dflash"]), target, None, shape))
+    head.export(tmp_path / "draft", layout=layout)
+    loaded = DFlash.load(tmp_path / "draft", target)
+    assert loaded.shape == head.shape
+    assert "layers.1.self_attn.o_proj.bias" in loaded.state_dict()
+    assert all(torch.equal(t, loaded.state_dict()[name]) for name, t in head.state_dict().items())
+    pair = Pair.read(TargetFolder.open(tmp_path / "target"), tmp_path / "draft")
+    assert static_findings(pair, method=None, num_speculative_tokens=3) == []
+    path = tmp_path / "draft" / "config.json"
+    config = json.loads(path.read_text())
+    config.get("transformer_layer_config", config)["attention_bias"] = False
+    path.write_text(json.dumps(config))
+    unset = Pair.read(pair.target, pair.draft)
+    (found,) = static_findings(unset, method=None, num_speculative_tokens=3)
+    assert '"attention_bias": true' in found.cure
+
+
+@pytest.mark.parametrize("key", ["mask_token_id", "target_layer_ids", "block_size"])
+def test_an_absent_key_is_refused_and_not_guessed(key: str, tmp_path: Path) -> None:
+    head, model = make_head()
+    head.export(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for place in (config, config["dflash_config"]):
+        place.pop(key, None)
+    config["dflash_config"][key] = None
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=rf"^{tmp_path}: .*\b{key}\b.*$"):
+        DFlash.load(tmp_path, Target.from_model(model))
 
 
 def test_another_rotation_is_refused(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from torch import Tensor
 from redraft.distill.loss.choice import Divergence
 from redraft.distill.train.objective import distill_loss
 from redraft.eval.forecast.rows import compare_rows
+from redraft.heads.catalog import find_family
 from redraft.heads.draft import Batch, DraftStep, ExactTarget, TargetSignal
 from redraft.heads.families.dflash import DFlash
 from redraft.heads.families.dspark import INIT_STD, Config, DSpark
@@ -298,6 +299,17 @@ def test_a_checkpoint_of_another_trainer_loads(tmp_path: Path) -> None:
     assert all(torch.equal(t, loaded.state_dict()[name]) for name, t in head.state_dict().items())
 
 
+def test_layers_and_mask_token_are_read_in_the_section_of_dflash_first(tmp_path: Path) -> None:
+    head, model = make_head()
+    head.export(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    section = {key: config.pop(key) for key in ("mask_token_id", "target_layer_ids")}
+    config = {**config, "dflash_config": section}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert DSpark.load(tmp_path, Target.from_model(model)).config == head.config
+    assert find_family("dspark").read_layers(config) == list(head.aux_layer_ids)
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -305,6 +317,8 @@ def test_a_checkpoint_of_another_trainer_loads(tmp_path: Path) -> None:
         ({"confidence_head_with_markov": False}, r"confidence.*Markov"),
         ({"enable_confidence_head": False}, r"\b2 tensors.*config"),
         ({"markov_rank": RANK + 1}, r"confidence_head\.proj\.weight"),
+        # SpecForge also puts it into a section, where vLLM does not look
+        ({"markov_rank": None, "dspark_config": {"markov_rank": RANK}}, r"no markov_rank\b"),
     ],
 )
 def test_another_kind_of_head_is_refused(

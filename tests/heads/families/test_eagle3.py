@@ -20,7 +20,10 @@ from reference_decoder import propose
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from redraft.heads.families.eagle3 import Config, Eagle3
+from redraft.files.foreign import nested_layers
+from redraft.heads.catalog import find_family
+from redraft.heads.doctor.described import describe_draft
+from redraft.heads.families.eagle3 import Config, Eagle3, has_qk_norm
 from redraft.heads.shape import llama_rope
 from redraft.heads.target import Target
 
@@ -142,7 +145,7 @@ def test_the_head_of_others_is_what_its_own_config_says(tmp_path: Path) -> None:
     config = json.loads(path.read_text())
     for name in ("redraft", "rope_parameters", "rope_theta", "eagle_aux_hidden_state_layer_ids"):
         config.pop(name)
-    nested = {"eagle_aux_hidden_state_layer_ids": list(head.aux_layer_ids)}
+    nested = {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in head.aux_layer_ids]}
     path.write_text(
         json.dumps(config | {"rms_norm_eps": 1e-2, "rope_theta": 4321.0, "eagle_config": nested})
     )
@@ -284,3 +287,83 @@ def test_a_draft_vocabulary_moves_with_its_head_and_is_no_tensor_of_it() -> None
     head, _ = make_head("reduced vocabulary")
     assert not any("ids" in name for name in head.state_dict())
     assert head.to("meta")._draft_ids_W.device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    ("listed", "read"),
+    [
+        ([1, 17, 33], [2, 18, 34]),  # SpecForge for gpt-oss-120b, ModelOpt's default
+        ([1, 29, 61], [2, 30, 62]),  # SpecForge for Gemma 3 27B
+        ([2, 30, 58], [2, 30, 58]),  # AQ-MedAI for Kimi K2.5, vLLM's default for 61 layers
+        ([24, 30, 36], [24, 30, 36]),  # NVIDIA for gpt-oss-120b, which has 36 layers
+    ],
+)
+@pytest.mark.parametrize("mark", [{}, {"use_aux_hidden_state": True}])
+def test_a_nested_list_that_starts_at_1_names_the_layers_that_end(
+    listed: list[int], read: list[int], mark: dict[str, bool]
+) -> None:
+    config = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": listed, **mark}}
+    assert nested_layers(config) == find_family("eagle3").read_layers(config) == read
+
+
+@pytest.mark.parametrize(
+    ("architecture", "model_type", "is_normed"),
+    [
+        ("LlamaForCausalLMEagle3", "qwen3", False),
+        ("Eagle3LlamaForCausalLM", "llama", False),
+        ("Eagle3Qwen3ForCausalLM", "llama", True),
+        ("Qwen3ForCausalLM", "qwen3", True),
+        (None, "qwen3", True),
+    ],
+)
+@pytest.mark.vllm
+def test_norms_of_queries_and_keys_are_those_of_vllms_class(
+    architecture: str | None, model_type: str, is_normed: bool, tmp_path: Path
+) -> None:
+    from vllm.model_executor.models.registry import ModelRegistry
+    from vllm.transformers_utils.configs.eagle import EAGLEConfig
+
+    head, model = make_head()
+    head.export(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    named = [architecture] if architecture else []
+    config = {**config, "architectures": named, "model_type": model_type}
+    assert has_qk_norm(config) == is_normed
+    if architecture:
+        served = EAGLEConfig(AutoConfig.for_model(**config), method="eagle3").architectures
+        module = ModelRegistry.models[served[0]].module_name
+        assert module.endswith("qwen3_eagle3" if is_normed else "llama_eagle3")
+    if not is_normed:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert Eagle3.load(tmp_path, Target.from_model(model)).shape == head.shape
+
+
+def test_a_map_of_the_whole_vocabulary_is_no_map(tmp_path: Path) -> None:
+    head, model = make_head()
+    head.export(tmp_path)
+    path = tmp_path / "model.safetensors"
+    plain = load_file(path)
+    maps = {"d2t": torch.zeros(VOCAB, dtype=torch.long), "t2d": torch.ones(VOCAB, dtype=torch.bool)}
+    save_file({**plain, **maps}, path, {"format": "pt"})
+    loaded = Eagle3.load(tmp_path, Target.from_model(model))
+    assert loaded._draft_ids_W is None
+    loaded.export(tmp_path / "again")
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert again.keys() == plain.keys()  # vLLM would refuse the maps
+
+
+def test_a_head_without_a_list_reads_the_default_layers(tmp_path: Path) -> None:
+    """As most of SpecForge's, and those of EAGLE-3's authors."""
+    model = make_target(num_hidden_layers=8)
+    head = Eagle3(Config(), Target.from_model(model))
+    head.export(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["redraft"], config["eagle_aux_hidden_state_layer_ids"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    family = find_family("eagle3")
+    assert family.read_layers(config) == []
+    assert family.states_shape(config) == (3, HIDDEN)
+    assert Eagle3.load(tmp_path, Target.from_model(model)).aux_layer_ids == (2, 4, 5)
+    facts, problems = describe_draft(tmp_path)
+    assert problems == []
+    assert "not listed" in facts["target"]

@@ -280,3 +280,25 @@ def test_vllm_reads_the_options_of_either_layout(tmp_path: Path) -> None:
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_head(**options)
+
+
+def test_keys_of_other_trainers_are_read_where_vllm_reads_them(tmp_path: Path) -> None:
+    """The mask token as in amazon's heads, and layers in a section."""
+    head, model = make_head(norm_before_fc=True)
+    head.export(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    layers = [layer - 1 for layer in config.pop("eagle_aux_hidden_state_layer_ids")]
+    nested = {"eagle_aux_hidden_state_layer_ids": layers, "norm_before_fc": True}
+    kept = {
+        key: value
+        for key, value in config.items()
+        if key not in ("redraft", "pard_token", "norm_before_fc")
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**kept, "eagle_config": nested, "ptd_token_id": 7}))
+    loaded = PEagle.load(tmp_path, Target.from_model(model))
+    assert (loaded.config.mask_token_id, loaded.aux_layer_ids) == (7, head.aux_layer_ids)
+    assert loaded.config.norm_before_fc
+    path.write_text(json.dumps({**kept, "eagle_config": nested}))
+    with pytest.raises(ValueError, match=rf"^{tmp_path}: .*no mask token.*pard_token.*$"):
+        PEagle.load(tmp_path, Target.from_model(model))

@@ -5,6 +5,7 @@ B = batch, T = tokens, D = hidden.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -222,8 +223,11 @@ def test_a_head_by_another_trainer_rotates_what_vllm_rotates(is_nested: bool) ->
     rope = {"partial_rotary_factor": 0.25, "rope_theta": 1e4}
     nested = {"rope_parameters": {"rope_type": "default", **rope}}
     own = {"head_dim": 32, "num_attention_heads": 4, **(nested if is_nested else rope)}
-    shape = LlamaShape.from_head_config(own, make_target().config)
-    assert LlamaShape.from_head_config(shape.hf_config(), make_target().config) == shape
+    shape = LlamaShape.from_head_config(own, make_target().config, Path(), qk_norm=False)
+    assert (
+        LlamaShape.from_head_config(shape.hf_config(), make_target().config, Path(), qk_norm=False)
+        == shape
+    )
     x_BHTE, positions_T = torch.randn(1, 4, 9, 32), torch.arange(9)
     ours_BHTE = rotate(x_BHTE, Rotary.from_shape(shape)(positions_T[None], x_BHTE))
     parameters = LlamaConfig(**own).rope_parameters
@@ -234,3 +238,64 @@ def test_a_head_by_another_trainer_rotates_what_vllm_rotates(is_nested: bool) ->
     torch.testing.assert_close(ours_BHTE[0].transpose(0, 1).flatten(1), theirs_TD)
     assert torch.equal(ours_BHTE[..., 8:], x_BHTE[..., 8:])
     assert not torch.equal(ours_BHTE[..., 1:, :8], x_BHTE[..., 1:, :8])
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0},  # Hunyuan's
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "partial_rotary_factor": 0.5},
+    ],
+)
+def test_a_dynamic_rotation_of_another_trainers_head_is_vllms(rope: dict[str, Any]) -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    own = {"head_dim": 32, "num_attention_heads": 4, "rope_parameters": {"rope_theta": 1e4, **rope}}
+    shape = LlamaShape.from_head_config(own, make_target().config, Path(), qk_norm=False)
+    with set_current_vllm_config(VllmConfig()):
+        served = get_rope(
+            32, 128, rope_parameters=LlamaConfig(**own).rope_parameters, dtype=torch.float32
+        )
+    cos_BTR, sin_BTR = Rotary.from_shape(shape)(torch.arange(128)[None], torch.zeros(1))
+    ours = torch.cat([part[0].chunk(2, dim=-1)[0] for part in (cos_BTR, sin_BTR)], dim=-1)
+    torch.testing.assert_close(ours, served._compute_cos_sin_cache())
+    again = LlamaShape.from_head_config(
+        shape.hf_config(), make_target().config, Path(), qk_norm=False
+    )
+    assert again == shape
+
+
+def test_the_rotation_of_a_head_for_qwen_vl_is_the_plain_one() -> None:
+    own = {"rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
+    shape = LlamaShape.from_head_config(own, make_target().config, Path(), qk_norm=False)
+    assert shape.rope_parameters == {"rope_type": "default", "rope_theta": 1e6}
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"rope_parameters": {"rope_type": "ntk", "factor": 2.0}}, r"\bntk\b"),
+        ({"hidden_act": "gelu"}, r"\bgelu\b.*\bsilu\b"),
+        ({"hidden_size": 40, "num_attention_heads": 3}, r"hidden size \(40\)"),
+        ({"num_attention_heads": "four"}, r"\bnum_attention_heads\b"),
+    ],
+)
+def test_a_config_that_cannot_be_computed_is_refused_in_one_line(
+    own: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message) as refused:
+        LlamaShape.from_head_config(own, make_target().config, Path("head"), qk_norm=False)
+    assert re.match(r"head: .*$", str(refused.value))
+    assert "\n" not in str(refused.value)
+
+
+def test_of_the_keys_that_scale_logits_a_head_has_one_as_in_vllm() -> None:
+    def scale(**own: float) -> float:
+        config = {"model_type": "llama", **own}
+        target = make_target().config
+        return LlamaShape.from_head_config(config, target, Path(), qk_norm=False).logit_scale
+
+    assert scale(logits_scaling=8.0, lm_head_multiplier=3.0, dim_model_base=4) == 1
+    assert scale(logit_scale=0.25) == 0.25
