@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from redraft.files.folder import CONFIG, read_config, read_quantization, tensor_files
-from redraft.files.foreign import find_foreign
+from redraft.files.foreign import find_foreign, names_for_match
 from redraft.files.target_folder import TargetFolder
 from redraft.heads.family import Family, FixedTokens, Training
 from redraft.heads.provenance import read_provenance
@@ -137,7 +137,7 @@ FAMILIES: tuple[Family, ...] = (
         # vLLM treats the second name like the first if the layers are Qwen3's.
         architectures=("Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator"),
         reads="layers",
-        layers_key="target_layer_ids",
+        layers_key="dflash_config.target_layer_ids",
         layers_offset=1,
         speculators_layers_key="aux_hidden_state_layer_ids",
         fixed_tokens=FixedTokens(("block_size",), unused=1, used_if="sample_from_anchor"),
@@ -340,7 +340,7 @@ def detect_family_by_tensors(names: Collection[str], folder: Path) -> Family:
         ValueError: as for `detect_family`.
     """
     config = read_config(folder) if (folder / CONFIG).is_file() else {}
-    if (foreign := find_foreign(config, names)) is not None:
+    if (foreign := find_foreign(config, names_for_match(folder, names))) is not None:
         raise ValueError(f"{folder} holds {foreign}")
     if (family := match_tensors(names)) is not None:
         method = read_quantization(folder) if config else None

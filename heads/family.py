@@ -39,6 +39,9 @@ Parity = Literal["autoregressive", "recurrent", "parallel", "block", "prefix_and
                       in one pass
 """
 
+NUM_DEFAULT_LAYERS = 3
+"""Number of layers that engines give an EAGLE-3 head whose config.json lists none."""
+
 NUM_TOKENS = 3
 """Default number of draft tokens per step in a server."""
 
@@ -285,22 +288,25 @@ class Family:
     def read_layers(self, config: Mapping[str, Any]) -> list[int]:
         """The target layers that an export with this config.json reads, from `layers_key`.
 
-        Layer k stands for the stream after k layers.
+        Layer k stands for the stream after k layers. The list is empty if config.json has none, which
+        for EAGLE-3 means the engine's default (`heads.target.aux_layers`).
         """
         if self.speculators_layers_key and "speculators_model_type" in config:
-            return list(config[self.speculators_layers_key])
+            return list(config.get(self.speculators_layers_key) or ())
         if self.layers_key == AUX_LAYERS and not config.get(AUX_LAYERS):
-            config = {AUX_LAYERS: nested_layers(config) or config[AUX_LAYERS]}
+            return nested_layers(config)
         *sections, last = self.layers_key.split(".")
         for section in sections:
             # As in vLLM, a key at the top level counts unless the section has it.
             config = {**config, **(config.get(section) or {})}
-        return [layer + self.layers_offset for layer in config[last]]
+        return [layer + self.layers_offset for layer in config.get(last) or ()]
 
     def states_shape(self, config: Mapping[str, Any]) -> tuple[int, int]:
         """(number per token, size) of the hidden states that an export with this config.json reads."""
         size: int = config.get("transformer_layer_config", config)["hidden_size"]
-        return len(self.read_layers(config)) if self.reads == "layers" else 1, size
+        if self.reads != "layers":
+            return 1, size
+        return len(self.read_layers(config)) or NUM_DEFAULT_LAYERS, size
 
     def needed_states(self, config: Mapping[str, Any]) -> int:
         """Return the number of states before a label's row that training needs to match serving.

@@ -488,9 +488,8 @@ def _refuse_start(family: Family, folder: Path, target: TargetFolder) -> None:
     config, count = read_config(folder), target.text_config.num_hidden_layers
     window = next((view.window for view in trained_views(config, folder) if view.window), None)
     require_trained_window(window, trained_with(config).get("window"), folder)
-    try:
-        layers = family.read_layers(config)
-    except KeyError:  # EAGLE-3 has default layers, and loading reports the other families'
+    layers = family.read_layers(config)
+    if not layers:  # EAGLE-3 has default layers, and loading reports the other families'
         return
     first = family.layers_offset  # DFlash and DSpark cannot read the embeddings
     if layers != sorted({*layers}) or not first <= layers[0] <= layers[-1] <= count:

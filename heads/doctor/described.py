@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from redraft.files.folder import CONFIG, read_config, read_quantization, tensor_files
-from redraft.files.foreign import Foreign, match_foreign
+from redraft.files.foreign import Foreign, match_foreign, names_for_match
 from redraft.files.windows import is_mixed, served_views
 from redraft.heads.catalog import find_method, match_tensors
 from redraft.heads.doctor.pair import Finding
@@ -26,7 +26,7 @@ def describe_draft(folder: Path) -> tuple[dict[str, str], list[Finding]]:
     names = tensor_files(folder)
     facts = {"draft": str(folder)}
     layout = {"layout": "speculators" if "speculators_model_type" in config else "vllm"}
-    if (foreign := match_foreign(config, names)) is not None:
+    if (foreign := match_foreign(config, names_for_match(folder, names))) is not None:
         facts |= {
             "kind": foreign.name,
             **layout,
@@ -115,10 +115,8 @@ def _needs(config: Mapping[str, Any], family: Family, folder: Path) -> Iterator[
     if size := layer.get("vocab_size"):
         yield f"{size} tokens"
     if family.layers_key:
-        try:
-            yield f"its layers {family.read_layers(config)} read"
-        except (KeyError, TypeError):
-            yield "the layers that it reads are not listed"
+        layers = family.read_layers(config)
+        yield f"its layers {layers} read" if layers else "the layers that it reads are not listed"
 
 
 def _describe_foreign(

@@ -69,6 +69,7 @@ def main(cfg: ScoreConfig) -> None:
     from redraft.files.progress import Progress
     from redraft.heads.catalog import detect_family, require_trained_for
     from redraft.heads.family import Reads
+    from redraft.heads.target import aux_layers
     from redraft.online.learning.rereading import Texts, read_file
     from redraft.online.records.spool import SpoolWriter, spool_files
 
@@ -91,7 +92,9 @@ def main(cfg: ScoreConfig) -> None:
             )
         require_trained_for(cfg.draft, target)
         reads = family.reads
-        layers = family.read_layers(read_config(cfg.draft)) if reads == "layers" else []
+        if reads == "layers":
+            listed = family.read_layers(read_config(cfg.draft))
+            layers = list(aux_layers(listed, target.text_config.num_hidden_layers))
     model = load_target(target, Signal(), device)
     signal = InProcessTarget(model, layers)
     out = SpoolWriter(cfg.spool, "score", cfg.spool_bytes)

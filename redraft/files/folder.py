@@ -27,6 +27,7 @@ from redraft.files.artifact import (
     sha256,
     verify,
 )
+from redraft.files.foreign import MASK_EMBEDDING
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -36,7 +37,7 @@ MISTRAL_CONFIG = "params.json"
 GENERATION_CONFIG = "generation_config.json"
 MODELOPT = "hf_quant_config.json"
 """File next to config.json in which ModelOpt states the quantization."""
-SMALL_FILES = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
+SMALL_FILES = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt", MASK_EMBEDDING)
 MODEL_FILES = (*SMALL_FILES, "*.safetensors")
 """Files of a hub repository that are downloaded."""
 OTHERS = ("*/*", "consolidated*")

@@ -9,7 +9,11 @@ and z-lab's DFlash. This module uses only the standard library.
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
+
+MASK_EMBEDDING = "mask_embedding.pt"
+"""File beside a DFlash draft's weights that replaces the embedding of the mask token in vLLM."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +34,7 @@ class Foreign:
     tensors: tuple[str, ...] = ()
     """Patterns, each of which must match the name of some tensor."""
     matches: Callable[[Mapping[str, Any], Collection[str]], bool] = lambda config, names: False
-    """Additional condition on config.json and the tensor names."""
+    """Additional condition on config.json and the names of the tensors and of MASK_EMBEDDING."""
 
 
 def _is_dspark_of_other_layers(config: Mapping[str, Any]) -> bool:
@@ -49,6 +53,17 @@ def _is_dspark_of_other_layers(config: Mapping[str, Any]) -> bool:
 def _is_named(pattern: str, config: Mapping[str, Any]) -> bool:
     marks = [*(config.get("architectures") or ()), config.get("speculators_model_type") or ""]
     return any(re.search(pattern, mark) for mark in marks)
+
+
+def _section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    section: Mapping[str, Any] = config.get("dflash_config") or {}
+    return section
+
+
+def _has_other_width(config: Mapping[str, Any]) -> bool:
+    # In speculators' layout, null means the head's hidden size.
+    width = (config.get("transformer_layer_config") or config).get("hidden_size")
+    return config.get("target_hidden_size") not in (None, width)
 
 
 def _has_all(patterns: Collection[str], names: Collection[str]) -> bool:
@@ -70,9 +85,15 @@ FOREIGN: tuple[Foreign, ...] = (
         matches=lambda config, names: config.get("markov_head_type") not in (None, "vanilla"),
     ),
     Foreign(
+        name="a DSpark draft in ModelOpt's layout",
+        method=None,
+        matches=lambda config, names: _section(config).get("projector_type") == "dspark",
+    ),
+    Foreign(
         name="a Domino draft (DFlash with a recurrent layer)",
         method=None,
         architecture="(?i)domino",
+        matches=lambda config, names: _section(config).get("projector_type") == "domino",
     ),
     Foreign(
         name="a DFlash2 draft (a block of masks, with convolutions and a candidate selector)",
@@ -104,6 +125,39 @@ FOREIGN: tuple[Foreign, ...] = (
         tensors=(r"attention_sink_bias",),
     ),
     Foreign(
+        name="a DFlash draft with scaled attention values (attention_value_scale)",
+        method="dflash",
+        matches=lambda config, names: (
+            _section(config).get("attention_value_scale") not in (None, 1)
+        ),
+    ),
+    Foreign(
+        name=f"a DFlash draft with its own embedding of the mask token ({MASK_EMBEDDING})",
+        method="dflash",
+        # vLLM's DSpark does not read the file.
+        matches=lambda config, names: (
+            MASK_EMBEDDING in names and not _has_all(["markov_head"], names)
+        ),
+    ),
+    Foreign(
+        name="a DFlash draft with a norm for each target layer (Laguna)",
+        method="dflash",
+        tensors=(r"aux_hidden_norms\.",),
+    ),
+    Foreign(
+        name="a DFlash draft of Muse Glimmer",
+        method="dflash",
+        architecture="MuseGlimmerAssistant",
+        tensors=(r"^encoder\.fc\.",),
+    ),
+    Foreign(
+        name="a Gemma 4 assistant (a draft that reads the target's KV cache)",
+        method="mtp",
+        matches=lambda config, names: (
+            config.get("model_type") in ("gemma4_assistant", "gemma4_unified_assistant")
+        ),
+    ),
+    Foreign(
         name="an EAGLE-3 head with latent attention (MLA)",
         method="eagle3",
         tensors=("hidden_norm", r"\.kv_a_proj_with_mqa"),
@@ -122,13 +176,14 @@ FOREIGN: tuple[Foreign, ...] = (
         ),
     ),
     Foreign(
+        name="a DFlash draft narrower or wider than its target (target_hidden_size)",
+        method="dflash",
+        matches=lambda config, names: _has_other_width(config) and _is_named("(?i)dflash", config),
+    ),
+    Foreign(
         name="an EAGLE-3 head narrower or wider than its target (target_hidden_size)",
         method="eagle3",
-        matches=lambda config, names: (
-            config.get("target_hidden_size")
-            # In speculators' layout, null means the head's hidden size.
-            not in (None, (config.get("transformer_layer_config") or config).get("hidden_size"))
-        ),
+        matches=lambda config, names: _has_other_width(config),
     ),
     Foreign(
         name="an MLPSpeculator",
@@ -152,13 +207,18 @@ SECTION = "eagle_config"
 def nested_layers(config: Mapping[str, Any]) -> list[int]:
     """Return the layers in an EAGLE-3 head's section, each as the number of layers below it.
 
-    The list is empty without a section. SpecForge and ModelOpt, which write `use_aux_hidden_state`
-    next to the layers, record the index of the layer that ends there, which is one less. So do
-    SGLang and TensorRT-LLM. vLLM's V1 runner uses the numbers unchanged.
+    The list is empty without a section. SpecForge and ModelOpt record the index of the layer that
+    ends there, which is one less, and by default the first is 1. Lists that start at a later layer
+    were written for engines that use the numbers unchanged, such as vLLM's V1 runner.
     """
-    section = config.get(SECTION) or {}
-    offset = 1 if "use_aux_hidden_state" in section else 0
-    return [layer + offset for layer in section.get(AUX_LAYERS) or ()]
+    layers = (config.get(SECTION) or {}).get(AUX_LAYERS) or []
+    offset = 1 if layers and layers[0] <= 1 else 0
+    return [layer + offset for layer in layers]
+
+
+def names_for_match(folder: Path, tensors: Collection[str]) -> list[str]:
+    """Return the names to compare with the table: the tensors', and MASK_EMBEDDING if it exists."""
+    return [*tensors, *(path.name for path in folder.glob(MASK_EMBEDDING))]
 
 
 def match_foreign(config: Mapping[str, Any], names: Collection[str] = ()) -> Foreign | None:

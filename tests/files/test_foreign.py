@@ -58,6 +58,56 @@ KNOWN: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
         ("hidden_norm.weight", "layers.0.self_attn.attention_sink_bias"),
         'a DFlash draft with attention sinks: vLLM serves it with "method": "dflash"',
     ),
+    "MiMo, scaled values": (
+        {
+            "architectures": ["DFlashDraftModel"],
+            "dflash_config": {"attention_value_scale": 0.612},
+        },
+        ("fc.weight", "hidden_norm.weight"),
+        "a DFlash draft with scaled attention values (attention_value_scale): vLLM serves it with "
+        '"method": "dflash"',
+    ),
+    "Alpamayo": (
+        {"architectures": ["DFlashDraftModel"]},
+        ("fc.weight", "hidden_norm.weight", "mask_embedding.pt"),
+        "a DFlash draft with its own embedding of the mask token (mask_embedding.pt)",
+    ),
+    "Laguna": (
+        {"architectures": ["LagunaForCausalLM"]},
+        ("fc.weight", "hidden_norm.weight", "aux_hidden_norms.0.weight"),
+        "a DFlash draft with a norm for each target layer (Laguna)",
+    ),
+    "Muse Glimmer": (
+        {"architectures": ["MuseGlimmerAssistantModel"]},
+        ("encoder.fc.weight", "layers.0.input_layernorm.weight"),
+        "a DFlash draft of Muse Glimmer",
+    ),
+    "Gemma 4": (
+        {"architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant"},
+        ("model.layers.0.self_attn.q_proj.weight", "pre_projection.weight"),
+        'a Gemma 4 assistant (a draft that reads the target\'s KV cache): vLLM serves it with "method": '
+        '"mtp"',
+    ),
+    "ModelOpt DSpark": (
+        {"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "dspark"}},
+        ("fc.weight", "hidden_norm.weight", "markov_w1.weight"),
+        "a DSpark draft in ModelOpt's layout: vLLM has no method to serve it",
+    ),
+    "ModelOpt Domino": (
+        {"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "domino"}},
+        ("fc.weight", "hidden_norm.weight"),
+        "a Domino draft (DFlash with a recurrent layer): vLLM has no method to serve it",
+    ),
+    "speculators DFlash, narrow": (
+        {
+            "architectures": ["DFlashDraftModel"],
+            "speculators_model_type": "dflash",
+            "target_hidden_size": 8192,
+            "transformer_layer_config": {"hidden_size": 4096},
+        },
+        ("fc.weight", "hidden_norm.weight"),
+        "a DFlash draft narrower or wider than its target",
+    ),
     "z-lab DFlash2": (
         {"architectures": ["DFlash2DraftModel"], "dflash_config": {"selector_rank": 256}},
         ("fc.weight", "layers.0.input_layernorm.weight"),
@@ -142,8 +192,10 @@ KNOWN: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
 def test_a_draft_without_a_module_here_is_told_what_it_is(name: str, tmp_path: Path) -> None:
     config, names, said = KNOWN[name]
     (tmp_path / "config.json").write_text(json.dumps(config))
+    if "mask_embedding.pt" in names:
+        (tmp_path / "mask_embedding.pt").touch()
     with pytest.raises(ValueError, match=str(tmp_path)) as refused:
-        detect_family_by_tensors(names, tmp_path)
+        detect_family_by_tensors([n for n in names if not n.endswith(".pt")], tmp_path)
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
 

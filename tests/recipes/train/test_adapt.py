@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from make_heads import make_target
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaForCausalLM
 
@@ -24,7 +25,9 @@ from redraft.files.artifact import verify
 from redraft.files.folder import fingerprint, lineage
 from redraft.files.target_folder import TargetFolder
 from redraft.heads.catalog import find_family, require_trained_for
+from redraft.heads.families.eagle3 import Config, Eagle3
 from redraft.heads.options import Standalone
+from redraft.heads.target import Target
 from redraft.recipes.adapt import choose_recipe
 from redraft.recipes.cli.run import dispatch
 from redraft.recipes.data import regenerate
@@ -340,3 +343,14 @@ def test_adapt_refuses_in_one_line(
     error = capsys.readouterr().err.strip()
     assert message in error
     assert len(error.splitlines()) == 1
+
+
+def test_a_head_that_lists_no_layers_is_adapted_with_the_default_ones(tmp_path: Path) -> None:
+    """As most of SpecForge's heads, and those of EAGLE-3's authors."""
+    head = Eagle3(Config(), Target.from_model(make_target(num_hidden_layers=8)))
+    head.export(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["eagle_aux_hidden_state_layer_ids"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    recipe, _ = choose_recipe([str(tmp_path)], "redraft adapt")
+    assert recipe.default.head.aux_layer_ids == ()
