@@ -1,9 +1,9 @@
 """SGLang 0.5.23: rules from reading the wheel's code, not from running it.
 
 EAGLE-3 (`models/llama_eagle3.py`, `spec_aux_hidden_state.py`)
-    layers only from the section `eagle_config`, one less than ours; the loop of the target ends
-    before the stream after the last layer; `lm_head` is the target's only if `draft_vocab_size` is
-    null; layers after the first one have a `hidden_norm`
+    layers only from the section `eagle_config`, one less than ours for most targets; the loop of
+    most targets ends before the stream after the last layer; `lm_head` is the target's only if
+    `draft_vocab_size` is null; layers after the first one have a `hidden_norm`
 EAGLE-1 (`models/llama_eagle.py`)
     a class of its own, and a bias of `fc`
 DFlash, DSpark (`models/dflash.py`, `models/dspark.py`, `speculative/dflash_utils.py`)
@@ -12,6 +12,7 @@ DFlash, DSpark (`models/dflash.py`, `models/dspark.py`, `speculative/dflash_util
 Unknown tensors and keys are silently dropped.
 """
 
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -40,10 +41,21 @@ ALGORITHMS = {
 }
 
 
+FROM_SECOND = re.compile(
+    r"Deepseek(V2|V3|V32)ForCausalLM|GlmMoeDsa|Glm4MoeLite|MistralLarge3|KimiK25"
+)
+"""Architectures of targets for which SGLang uses a list that does not start at 1 unchanged
+(`models/deepseek_v2.py`, `models/glm4_moe_lite.py`).
+"""
+WITH_LAST = re.compile("GptOss")
+"""Architectures of targets whose stream after the last layer is captured (`models/gpt_oss.py`)."""
+
+
 def find_refused(pair: Pair) -> Iterator[Finding]:
     """Report the parts of a draft that SGLang does not compute."""
     last = pair.target_config.num_hidden_layers
-    if pair.family.layers_key and last in _layers(pair):
+    reads_last = pair.family.layers_key and last in folders.layers_read(pair)
+    if reads_last and not _is_target(WITH_LAST, pair):
         yield Finding(
             f"the head reads the stream after the last layer, {last}, which {TITLE} never captures",
             "serve it with vLLM, or train it on lower layers",
@@ -60,6 +72,13 @@ def find_refused(pair: Pair) -> Iterator[Finding]:
 
 def _refuse_eagle3(pair: Pair) -> Iterator[Finding]:
     yield from folders.refuse_eagle3(pair, TITLE)
+    layers = folders.layers_read(pair)
+    if _listed(pair, layers) is None:
+        yield Finding(
+            f"the head reads the layers {layers}, and no list in {SECTION} makes {TITLE} feed them from "
+            "this target",
+            "serve it with vLLM, or train it on layers from 2 on",
+        )
     layer = pair.layer_config
     if layer.get("attention_bias"):
         yield Finding(f"{TITLE}'s layer has no biases for queries, keys and values", OTHERWISE)
@@ -71,10 +90,22 @@ def _refuse_eagle3(pair: Pair) -> Iterator[Finding]:
         )
 
 
-def _layers(pair: Pair) -> list[int]:
-    if pair.family.name == "eagle3":
-        return folders.layers_read(pair)
-    return pair.family.read_layers(pair.config)
+def _is_target(names: re.Pattern[str], pair: Pair) -> bool:
+    return any(names.match(name) for name in pair.target.config.architectures or ())
+
+
+def _captured(pair: Pair, listed: list[int]) -> list[int]:
+    """Return the streams that SGLang feeds for a list in `eagle_config`, by the layers below them."""
+    is_as_it_is = (_is_target(FROM_SECOND, pair) and listed[0] != 1) or (
+        _is_target(WITH_LAST, pair) and max(listed) == pair.target_config.num_hidden_layers
+    )
+    return listed if is_as_it_is else [layer + 1 for layer in listed]
+
+
+def _listed(pair: Pair, layers: list[int]) -> list[int] | None:
+    """Return the list for which SGLang feeds these layers. None if there is none."""
+    lists = ([layer - 1 for layer in layers], layers)
+    return next((each for each in lists if _captured(pair, each) == layers), None)
 
 
 def find_misread(pair: Pair) -> Iterator[Finding]:
@@ -93,7 +124,7 @@ def find_misread(pair: Pair) -> Iterator[Finding]:
 
 def _misread_eagle3(pair: Pair) -> Iterator[Finding]:
     told = section(pair.config, SECTION).get(AUX_LAYERS)
-    served = [layer + 1 for layer in told] if told else folders.default_layers(pair)
+    served = _captured(pair, told) if told else folders.default_layers(pair)
     trained = folders.layers_read(pair)
     if served != trained:
         source = f"the section {SECTION}" if told else f"its default without {SECTION}"
@@ -147,7 +178,7 @@ def _edit(pair: Pair, config: dict[str, Any], tensors: Tensors) -> None:
         fc = tensors["fc.weight"]
         tensors["fc.bias"] = torch.zeros(len(fc), dtype=fc.dtype)
     elif pair.family.name == "eagle3":
-        layers = [layer - 1 for layer in config[AUX_LAYERS]]
+        layers = _listed(pair, config[AUX_LAYERS])
         config[SECTION] = {"use_aux_hidden_state": True, AUX_LAYERS: layers}
         if "lm_head.weight" not in tensors:
             config["draft_vocab_size"] = None

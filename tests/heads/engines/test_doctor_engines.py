@@ -24,6 +24,7 @@ from test_export import (
     problems,
 )
 
+from redraft.files.target_folder import TargetFolder
 from redraft.heads.doctor.checks import static_findings
 from redraft.heads.doctor.pair import Pair
 from redraft.heads.engines.exporting import engine_findings, other_version
@@ -61,8 +62,8 @@ def test_a_head_trained_for_sglang_opens_with_its_layers(tmp_path: Path) -> None
     assert pair.family.load(pair.draft, lambda: target).aux_layer_ids == AUX  # type: ignore[attr-defined]
     assert pair.family.read_layers(pair.config) == list(AUX)
     assert static(pair, "sglang") == problems(pair, "sglang") == []
-    unmarked = edit(pair, eagle_config={KEY: list(AUX)})
-    assert pair.family.read_layers(unmarked.config) == list(AUX)  # as vLLM's V1 runner reads it
+    unmarked = edit(pair, eagle_config={KEY: [layer - 1 for layer in AUX]})
+    assert pair.family.read_layers(unmarked.config) == list(AUX)
 
 
 def test_the_doctor_asks_which_engine_a_nested_list_was_written_for(tmp_path: Path) -> None:
@@ -74,6 +75,19 @@ def test_the_doctor_asks_which_engine_a_nested_list_was_written_for(tmp_path: Pa
     # with the answer in it, the folder serves both engines
     both = edit(pair, **{KEY: list(AUX)})
     assert static(both) == problems(both, "sglang") == []
+
+
+def test_a_nested_list_that_has_one_meaning_for_the_target_is_told_once(tmp_path: Path) -> None:
+    pair = make_pair(tmp_path, of_eagle3())
+    last = pair.target_config.num_hidden_layers
+    layers = [last - 2, last - 1, last]
+    nested = edit(pair, KEY, "redraft", "num_aux_hidden_states", eagle_config={KEY: layers})
+    (problem,) = (
+        finding
+        for finding in static_findings(nested, method=None, num_speculative_tokens=3)
+        if not finding.is_doubt
+    )
+    assert problem.cure.endswith(f"{layers}, because the target has no layer {last + 1}")
 
 
 @pytest.mark.parametrize("engine", ["sglang", "tensorrt-llm"])
@@ -91,6 +105,45 @@ def test_sglang_and_tensorrt_are_told_other_layers(engine: str, tmp_path: Path) 
         (written.draft / "spec.yaml").write_text(json.dumps(options))
         found = problems(written, engine)
         assert re.search(r"\[2, 3, 5\].*\[1, 2, 4\]", found[0])
+
+
+def beside(pair: Pair, architecture: str) -> Pair:
+    """The same head for a target of another architecture, as SGLang tells them apart."""
+    path = pair.target.folder / "config.json"
+    config = {**json.loads(path.read_text()), "architectures": [architecture]}
+    path.write_text(json.dumps(config))
+    return Pair.read(TargetFolder.open(pair.target.folder), pair.draft)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "layers", "told"),
+    [
+        ("LlamaForCausalLM", (1, 2, 4), [0, 1, 3]),
+        ("DeepseekV3ForCausalLM", (2, 3, 4), [1, 2, 3]),
+        ("KimiK25ForConditionalGeneration", (3, 4), [3, 4]),
+        ("GptOssForCausalLM", (1, 2, 5), [0, 1, 4]),
+    ],
+)
+def test_sglang_is_told_layers_by_its_rule_for_the_target(
+    architecture: str, layers: tuple[int, ...], told: list[int], tmp_path: Path
+) -> None:
+    pair = beside(make_pair(tmp_path, of_eagle3(aux_layer_ids=layers)), architecture)
+    written = convert(pair, "sglang")
+    assert written.config["eagle_config"][KEY] == told
+    assert written.config[KEY] == list(layers)
+
+
+def test_layers_that_sglang_cannot_be_told_are_refused(tmp_path: Path) -> None:
+    pair = beside(make_pair(tmp_path, of_eagle3()), "DeepseekV3ForCausalLM")
+    assert any("[1, 2, 4]" in problem for problem in problems(pair, "sglang"))
+
+
+def test_nvidias_head_for_gpt_oss_reads_the_last_stream_in_sglang_too(tmp_path: Path) -> None:
+    pair = beside(make_pair(tmp_path, of_eagle3(aux_layer_ids=(3, 4, 5))), "GptOssForCausalLM")
+    section = {"use_aux_hidden_state": True, KEY: [3, 4, 5]}
+    theirs = edit(pair, KEY, "redraft", "num_aux_hidden_states", eagle_config=section)
+    assert theirs.family.read_layers(theirs.config) == [3, 4, 5]
+    assert problems(theirs, "sglang") == []
 
 
 def test_doctor_for_sglang_prints_findings_and_cures(
