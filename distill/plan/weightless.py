@@ -15,16 +15,17 @@ documents of a batch.
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
 import redraft.heads.nn.prefix  # noqa: F401  registers the operations of ATTENTION
@@ -108,7 +109,8 @@ def run_weightless(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
     try:
         # PyTorch's meta kernels determine shapes and strides, and compute nothing.
-        return tree_map(dress, func(*tree_map(strip, args), **tree_map(strip, kwargs)))
+        made = func(*_map(strip, args), **_map(strip, kwargs))
+        return dress(made) if isinstance(made, Tensor) else tree_map(dress, made)
     except (NotImplementedError, RuntimeError) as error:
         if not VALUE_TAGS.intersection(func.tags):
             raise
@@ -128,15 +130,15 @@ def _needs_no_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
     This is true if the operation reads or makes a weightless tensor, or makes a large tensor.
     """
-    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    tensors = _tensors((args, kwargs))
     if kwargs.get("device") == META or any(isinstance(x, Weightless) or x.is_meta for x in tensors):
         return True
     try:
         # This is a dry run on `meta`, only to learn the size of the result.
-        made = func(*tree_map(_try_strip, args), **tree_map(_try_strip, kwargs))
+        made = func(*_map(_try_strip, args), **_map(_try_strip, kwargs))
     except (RuntimeError, NotImplementedError):  # e.g. `nonzero`, whose size depends on values
         return False
-    sizes = [x for x in tree_leaves(made) if isinstance(x, Tensor)]
+    sizes = _tensors([made])
     # For tensors created from nothing: floating-point tensors are weights, which need no values.
     # Integers are ids or masks, which do.
     return any(x.numel() > MAX_VALUES or (not tensors and x.is_floating_point()) for x in sizes)
@@ -185,7 +187,7 @@ class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         without_values = self._weightless and _needs_no_values(func, args, kwargs)
         made = run_weightless(func, args, kwargs) if without_values else func(*args, **kwargs)
-        self.memory.see(x for x in tree_leaves(made) if isinstance(x, Tensor))
+        self.memory.see(_tensors([made]))
         if self.part:
             self.operations[describe(self.part, func, args, kwargs, made)] += 1
         return made
@@ -315,32 +317,29 @@ EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided
 
 def count_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> int:
     """Return the bytes that an operation reads and writes; 0 for a view."""
-    # The schema shows which arguments are written: `copy_(Tensor(a!) self, ...)` writes the first.
-    name = func._schema.name.removeprefix("aten::")
+    name, arguments = _read_schema(func)
     if name in EMPTY:
         return 0
-    named = {a.name: (a, value) for a, value in zip(func._schema.arguments, args, strict=False)}
-    named |= {a.name: (a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs}
-    # A result in the storage of an argument is not new: it is a view, or the changed argument.
-    held = {_storage(x)._cdata for x in _tensors(value for _, value in named.values())}
-    fresh = [x for x in _tensors([made]) if _storage(x)._cdata not in held]
-    written = [
-        x
-        for a, value in named.values()
-        if a.alias_info and a.alias_info.is_write
-        for x in _tensors([value])
+    given = [
+        (a, _tensors([args[place] if place < len(args) else kwargs[a.name]]))
+        for place, a in enumerate(arguments)
+        if place < len(args) or a.name in kwargs
     ]
+    # A result in the storage of an argument is not new: it is a view, or the changed argument.
+    held = {_storage(x)._cdata for _, tensors in given for x in tensors}
+    fresh = [x for x in _tensors([made]) if _storage(x)._cdata not in held]
+    written = [x for a, tensors in given if a.is_written for x in tensors]
     if not fresh and not written:
         return 0  # a view
     # `addmm` with beta = 0 ignores the first argument.
     is_ignored = name in (*GATHERS, *SCATTERS, *OVERWRITE) or kwargs.get("beta") == 0
     read = [
         x
-        for i, (a, value) in enumerate(named.values())
+        for i, (a, tensors) in enumerate(given)
         # An `out=` argument is not read, and neither is the table of a gather, scatter or
         # overwrite.
-        if not (getattr(a, "is_out", False) or (i == 0 and is_ignored))
-        for x in _tensors([value])
+        if not (a.is_out or (i == 0 and is_ignored))
+        for x in tensors
     ]
     if name in GATHERS:
         read += fresh
@@ -351,6 +350,22 @@ def count_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made:
     return sum(map(size_bytes, (*fresh, *written, *read)))
 
 
+class _Argument(NamedTuple):
+    name: str
+    is_written: bool
+    is_out: bool
+
+
+@functools.cache
+def _read_schema(func: Any) -> tuple[str, list[_Argument]]:
+    """Return (name, arguments) of an operation. PyTorch makes a new schema for each access."""
+    # The schema shows which arguments are written: `copy_(Tensor(a!) self, ...)` writes the first.
+    return func._schema.name.removeprefix("aten::"), [
+        _Argument(a.name, bool(a.alias_info and a.alias_info.is_write), getattr(a, "is_out", False))
+        for a in func._schema.arguments
+    ]
+
+
 def size_bytes(x: Tensor) -> int:
     """Return the bytes of a tensor's elements. Elements repeated by a stride of 0 count once."""
     return x.element_size() * math.prod(
@@ -359,7 +374,25 @@ def size_bytes(x: Tensor) -> int:
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:
-    return [x for x in tree_leaves(list(values)) if isinstance(x, Tensor)]
+    """Return the tensors in nested lists, tuples and dicts, in less time than `tree_leaves`."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors(value)
+        elif isinstance(value, dict):
+            found += _tensors(value.values())
+    return found
+
+
+def _map(function: Callable[[Any], Any], x: Any) -> Any:
+    """Apply a function to everything in nested lists, tuples and dicts."""
+    if type(x) is tuple or type(x) is list:
+        return type(x)(_map(function, each) for each in x)
+    if type(x) is dict:
+        return {key: _map(function, each) for key, each in x.items()}
+    return function(x)
 
 
 def _storage(x: Tensor) -> Any:
