@@ -6,10 +6,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +47,9 @@ from redraft.online.learning.config import Training
 from redraft.online.learning.scoring import score
 from redraft.online.records.record import Record
 from redraft.recipes.cli.run import dispatch
+from redraft.recipes.plan.count import report
+from redraft.recipes.plan.plan import PlanConfig
 
-ROOT = Path(__file__).parents[2]
 K = 3
 
 
@@ -138,37 +136,10 @@ def test_it_has_a_command(random_target: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run/report.json").read_text())["offline"]["tau_forecast"] >= 1
 
 
-PLAN = """
-import inspect
-import sys
-from tiny_family import ROW
-from redraft.heads import catalog
-
-table = "FAMILIES: tuple[Family, ...] = (\\n"
-source = inspect.getsource(catalog)
-assert table in source
-catalog.ROW = ROW
-exec(source.replace(table, table + "    ROW,\\n"), vars(catalog))
-from redraft.recipes.cli.run import dispatch
-
-plan = ["plan", "--family", "tiny", "--target", "llama-3.2-1b"]
-for flags in sys.argv[1:]:
-    assert dispatch([*plan, *flags.split()]) == 0
-"""
-
-
-def test_the_cost_of_its_training_is_counted(tmp_path: Path) -> None:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/helpers")]),
-    }
-    default, longer = tmp_path / "default.json", tmp_path / "longer.json"
-    flags = [f"--json {default}", f"--num-steps 6 --json {longer}"]
-    command = [sys.executable, "-c", PLAN, *flags]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    for counted, num_tokens in ((default, 3), (longer, 5)):
-        numbers = json.loads(counted.read_text())
+def test_the_cost_of_its_training_is_counted() -> None:
+    for num_steps, num_tokens in ((None, 3), (6, 5)):
+        cfg = PlanConfig(family="tiny", target="llama-3.2-1b", num_steps=num_steps)  # type: ignore[arg-type]
+        _, numbers = report(cfg)
         hidden = 2048
         weights = 4 * (len(Config().aux_layer_ids) * hidden * hidden + hidden + num_tokens * hidden)
         assert numbers["memory"]["draft's weights"] == weights
