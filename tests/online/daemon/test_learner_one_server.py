@@ -18,11 +18,12 @@ from learner_world import QUICK, World, make_draft
 from waiting import until
 
 from redraft.files.folder import fingerprint
-from redraft.online.daemon import control
-from redraft.online.fleet import server
+from redraft.online.daemon import control, learner
+from redraft.online.fleet import reconciler, server
 from redraft.online.fleet.discovery import FleetConfig
 from redraft.online.fleet.rollout import Outcome
 from redraft.online.fleet.server import SWAP_TIMEOUT_S
+from redraft.online.fleet.watch import Watch
 
 FIRST, SECOND = "v000001", "v000002"
 POLL_S = 0.2
@@ -41,6 +42,7 @@ def draft(random_target, tmp_path_factory):
 def world(random_target, draft, tmp_path, monkeypatch):
     """Three servers and two promoted versions."""
     monkeypatch.setenv("REDRAFT_TOKEN", TOKEN)
+    monkeypatch.setattr(reconciler, "PATIENCE_S", 0.5)
     world = World.make(tmp_path, random_target, draft, servers=3)
     for _ in range(2):
         version = world.registry.publish(
@@ -70,6 +72,7 @@ def test_one_server_that_hangs_neither_blinds_the_learner_nor_blocks_a_rollback(
     monkeypatch.setattr(
         server, "STATUS_TIMEOUT_S", 300
     )  # whoever waits for the answer waits as long
+    monkeypatch.setattr(learner, "Watch", lambda servers, _: Watch(servers, 0.3))
     hung, *well = world.fakes
     hung.trouble = trouble
 

@@ -72,7 +72,7 @@ async def test_an_answer_without_end_is_nonsense():
 async def test_looks_at_the_others_return_after_the_patience_and_count_every_draft(trouble):
     fakes = [FakeServer(Traffic()), FakeServer(Traffic(), trouble=trouble), FakeServer(Traffic())]
     async with running(*fakes) as servers:
-        watch = Watch(servers, patience_s=2)
+        watch = Watch(servers, patience_s=1)
         for number in range(2):
             began_s = time.monotonic()
             looked = await watch.look()
@@ -241,7 +241,10 @@ async def test_a_window_is_read_over_the_same_time_also_beside_a_server_that_han
 @pytest.mark.parametrize("trouble", ["hang", pytest.param("drip", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("path", [STATUS, SWAP])
 @in_event_loop
-async def test_a_push_to_all_waits_for_no_minority_and_ends_at_once_when_told(path, trouble):
+async def test_a_push_to_all_waits_for_no_minority_and_ends_at_once_when_told(
+    path, trouble, monkeypatch
+):
+    monkeypatch.setattr(reconciler, "PATIENCE_S", 0.5)
     fakes = [
         FakeServer(Traffic()),
         FakeServer(Traffic(), trouble={path: trouble}),
