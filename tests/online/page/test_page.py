@@ -510,6 +510,15 @@ def serving(folder: Path, port: int = 0) -> Iterator[str]:
         loop.close()
 
 
+HURRY = """{
+  const timeout = setTimeout, interval = setInterval, now = performance.now.bind(performance);
+  window.setTimeout = (work, ms) => timeout(work, ms / 5);
+  window.setInterval = (work, ms) => interval(work, ms / 5);
+  performance.now = () => 5 * now();
+}"""
+"""The clock of a page goes five times as fast, so that a test waits less for its polls."""
+
+
 class Tab:
     """A headless Chromium with one page, driven over the debugging port."""
 
@@ -554,6 +563,7 @@ class Tab:
         self.console: list[str] = []
         for domain in ("Runtime", "Log", "Page"):
             self.call(f"{domain}.enable")
+        self.call("Page.addScriptToEvaluateOnNewDocument", source=HURRY)
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         self._number += 1
