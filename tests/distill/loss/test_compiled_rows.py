@@ -105,6 +105,13 @@ def test_operations_to_compile_give_what_separate_ones_give(
     require_same(name, temperature, draft_ids)
 
 
+TRACED = [
+    name if name in ("lk_hybrid", "cross_entropy") else pytest.param(name, marks=pytest.mark.slow)
+    for name in DIVERGENCES
+]
+"""In the quick tests, PyTorch traces the one with most operations, and the one without any."""
+
+
 @pytest.mark.parametrize(
     ("temperature", "draft_ids"),
     [
@@ -114,7 +121,7 @@ def test_operations_to_compile_give_what_separate_ones_give(
         for case in CASES
     ],
 )
-@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("name", TRACED)
 @pytest.mark.usefixtures("any_backend")
 def test_compiled_operations_give_what_separate_ones_give(
     name: str, temperature: float, draft_ids: Tensor | None
