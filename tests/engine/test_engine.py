@@ -112,7 +112,10 @@ def test_a_prompt_longer_than_the_window_gets_the_engines_message(engine_with_dr
 
 
 @pytest.mark.vllm
-def test_another_clients_requests_are_noticed(engine_with_draft: VllmServer):
+def test_another_clients_requests_are_noticed(
+    engine_with_draft: VllmServer, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("redraft.engine.measure.STATISTICS_TIMEOUT_S", 1)
     done = threading.Event()
 
     def intrude() -> None:
