@@ -17,6 +17,7 @@ import certifi
 import pytest
 import torch
 from accelerators import reset_accelerator
+from forking import forking
 from make_tokenizers import make_byte_tokenizer
 from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
@@ -259,6 +260,7 @@ def engine_with_draft(
         log=log,
         speculative_config=speculative_config,
         max_model_len=256,
+        extra_env=forking(),
     ) as server:
         yield server
 

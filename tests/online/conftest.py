@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forking import forking
 from learner_world import World, make_draft, served_by
 from real_broker import Broker, running_broker
 from real_server import COPY, CORRUPT, FOREIGN, NOISY, RANDOM, TOKEN, WIDER, Server, running_server
@@ -91,7 +92,7 @@ def server(
 ) -> Iterator[Server]:
     options = ["--draft-sample-method", "probabilistic"]
     with running_server(
-        random_target, registry, tmp_path_factory.mktemp("server"), options
+        random_target, registry, tmp_path_factory.mktemp("server"), options, environment=forking()
     ) as running:
         yield running
 
