@@ -19,6 +19,7 @@ import jsonschema
 import model_runners
 import pytest
 import torch
+from forking import forking
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -598,6 +599,7 @@ def measuring_quickly() -> Iterator[None]:
 
         patch.setattr(rounds, "start_servers", start_once)
         patch.setattr(rounds, "IDLE_S", 0)
+        patch.setattr("redraft.engine.measure.WARM_UP_TOKENS", 2)
         patch.setattr(rounds, "changed_speed", lambda _: False)
         patch.setattr(baseline, "BANDWIDTH_BYTES", 1 << 20)
         yield
@@ -613,6 +615,7 @@ def report(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
         target=str(target),
         draft=("tests/assets/tiny-eagle3",),
         prompts="stdlib",
+        max_prompt_tokens=64,
         max_tokens=8,
         num_speculative_tokens=1,
         concurrency=(2, 1),
@@ -620,7 +623,9 @@ def report(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
         vllm_args=("--enforce-eager",),
         output=target.parent / "out",
     )
-    with measuring_quickly():
+    with measuring_quickly(), pytest.MonkeyPatch.context() as patch:
+        for name, value in forking().items():
+            patch.setenv(name, value)
         main(cfg)
     return cfg, json.loads((cfg.output / "report.json").read_text())
 
