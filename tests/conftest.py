@@ -11,19 +11,16 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import certifi
 import pytest
-import torch
-from accelerators import reset_accelerator
 from forking import forking
-from make_tokenizers import make_byte_tokenizer
-from tokenizers import Tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from benchmarks.studies.tiny_target import CHAT_TEMPLATE, SPECIAL_TOKENS
-from redraft.engine.server import VllmServer, vllm_server
+# The process that only gives tests to the workers needs no more, and would import torch first.
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+    from redraft.engine.server import VllmServer
 
 # Importing TRL sets this to ERROR if it is unset, and servers started later would not print their
 # INFO lines.
@@ -34,10 +31,11 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# As many threads as a test has cores to itself; more of them slow these small tensors down.
-torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-
 ASSETS = Path(__file__).parent / "assets"
+
+
+def read_test_file(path: str) -> str:
+    return (Path(__file__).parents[1] / path).read_text()
 
 
 @functools.cache
@@ -46,7 +44,10 @@ def list_engine_tests(path: str) -> frozenset[str]:
 
     `pytest.mark.vllm` decorates them, or is the whole file's.
     """
-    nodes = ast.parse((Path(__file__).parents[1] / path).read_text()).body
+    source = read_test_file(path)
+    if "pytest.mark.vllm" not in source:
+        return frozenset()  # most files, which need not be parsed
+    nodes = ast.parse(source).body
     is_whole = any(
         isinstance(node, ast.Assign) and "pytest.mark.vllm" in ast.unparse(node) for node in nodes
     )
@@ -68,6 +69,21 @@ def uses_engine(nodeid: str) -> bool:
     return test.partition("[")[0] in list_engine_tests(path)
 
 
+def runs_tests(config: pytest.Config) -> bool:
+    """False in the process that gives tests to several workers."""
+    return hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if not runs_tests(session.config):
+        return
+    gc.disable()  # What is imported stays: until the tests begin, nothing is worth a search.
+    import torch
+
+    # As many threads as a test has cores to itself; more of them slow these small tensors down.
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """In one of several pytest workers.
 
@@ -78,8 +94,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     if not hasattr(config, "workerinput"):
         return
-    paths = list(dict.fromkeys(item.path for item in items))
-    items.sort(key=lambda item: (not item.get_closest_marker("vllm"), -paths.index(item.path)))
+    places = {path: -place for place, path in enumerate(dict.fromkeys(item.path for item in items))}
+    items.sort(key=lambda item: (not item.get_closest_marker("vllm"), places[item.path]))
 
 
 def pytest_collection_finish() -> None:
@@ -89,6 +105,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -120,6 +137,8 @@ def one_model_loads_at_a_time() -> Iterator[None]:
     overlap, it may stay replaced, and no later model of this process has tied weights. The thread
     of a learner that a test has ended may still be loading when the next test begins.
     """
+    from transformers import PreTrainedModel
+
     load, lock = PreTrainedModel.from_pretrained.__func__, threading.RLock()
 
     def load_alone(cls: type[PreTrainedModel], *args: Any, **options: Any) -> Any:
@@ -137,6 +156,8 @@ def certificates_are_read_once() -> Iterator[None]:
 
     Reading them takes 30 ms of CPU time, and httpx reads them for each client.
     """
+    import certifi
+
     read, kept = ssl.create_default_context, dict[tuple[str | None, ...], ssl.SSLContext]()
 
     def read_once(*args: Any, **options: Any) -> ssl.SSLContext:
@@ -155,6 +176,8 @@ def certificates_are_read_once() -> Iterator[None]:
 @pytest.fixture
 def fresh_accelerator() -> Iterator[None]:
     """For a test that trains as a process of its own would, whatever was trained before it."""
+    from accelerators import reset_accelerator
+
     reset_accelerator()
     yield
     reset_accelerator()
@@ -178,6 +201,11 @@ def small_tokenizer() -> PreTrainedTokenizerFast:
     Trained once on ast.py and string.py of Python 3.11.7: another Python's files would give other
     token counts.
     """
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    from benchmarks.studies.tiny_target import CHAT_TEMPLATE, SPECIAL_TOKENS
+
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_file(str(ASSETS / "small-tokenizer.json")),
         pad_token="<|pad|>",
@@ -198,6 +226,9 @@ def random_target(
 
     Its distributions are sharp.
     """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(small_tokenizer),
@@ -230,6 +261,9 @@ def served_pair(
 
     The target accepts about half of the copy's tokens.
     """
+    import torch
+    from transformers import LlamaForCausalLM
+
     model = LlamaForCausalLM.from_pretrained(random_target)
     model.generation_config.eos_token_id = list(range(2, 16))
     target, draft = (
@@ -252,6 +286,8 @@ def engine_with_draft(
     served_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[VllmServer]:
     """One real vLLM for all tests that need one: `served_pair` with 3 draft tokens."""
+    from redraft.engine.server import vllm_server
+
     target, draft = served_pair
     speculative_config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
     log = tmp_path_factory.mktemp("engine") / "vllm.log"
@@ -267,4 +303,6 @@ def engine_with_draft(
 
 @pytest.fixture(scope="session")
 def byte_tokenizer() -> PreTrainedTokenizerFast:
+    from make_tokenizers import make_byte_tokenizer
+
     return make_byte_tokenizer()
