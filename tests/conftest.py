@@ -33,6 +33,9 @@ sys.dont_write_bytecode = False
 
 ASSETS = Path(__file__).parent / "assets"
 
+FORKING = ("run_learner", "recipe_runs", "launches")
+"""Helpers whose processes come from one server per pytest worker."""
+
 
 def read_test_file(path: str) -> str:
     return (Path(__file__).parents[1] / path).read_text()
@@ -67,6 +70,12 @@ def list_engine_tests(path: str) -> frozenset[str]:
 def uses_engine(nodeid: str) -> bool:
     path, _, test = nodeid.partition("::")
     return test.partition("[")[0] in list_engine_tests(path)
+
+
+@functools.cache
+def uses_forks(path: str) -> bool:
+    """Whether a file starts processes by a server that has imported torch (`run_learner.FORKS`)."""
+    return any(f"\nfrom {name} import" in read_test_file(path) for name in FORKING)
 
 
 def runs_tests(config: pytest.Config) -> bool:
@@ -110,12 +119,13 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Run the tests that use an engine on one worker, one after the other.
+    """Run the tests that use an engine or the fork server on one worker, one after the other.
 
     The others run file by file on any worker.
 
     A CPU build of vLLM binds its threads to core 0, so that two engines would share one core; and
-    these tests share engines by session fixtures, of which each worker has its own.
+    these tests share engines by session fixtures, of which each worker has its own, as it has a
+    fork server, which imports torch for ten seconds.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -124,7 +134,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class OneEngineAtATime(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "engine" if uses_engine(nodeid) else nodeid.split("::")[0]
+            path = nodeid.partition("::")[0]
+            return "engine" if uses_engine(nodeid) or uses_forks(path) else path
 
     return OneEngineAtATime(config, log)
 
