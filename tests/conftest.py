@@ -162,6 +162,17 @@ def one_model_loads_at_a_time() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def nothing_waits_for_the_disk() -> Iterator[None]:
+    """Let `fsync` do nothing: tests kill processes, whose files stay, and not the machine.
+
+    A learner writes its state and its versions often, and each time waits for milliseconds.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def certificates_are_read_once() -> Iterator[None]:
     """Let the clients of all tests share the machine's certificates.
 
