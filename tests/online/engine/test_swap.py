@@ -5,6 +5,7 @@ import shutil
 import threading
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -423,10 +424,10 @@ def stream(server, prompt, started=None):
 def test_streams_that_run_during_a_swap_end_well_and_with_the_same_text(server):
     prompts = [make_prompt(seed, 40) for seed in range(20, 26)]
     server.swap(server.copy)
-    wanted = [stream(server, prompt).token_ids for prompt in prompts]
-    server.swap(server.random)
     started = threading.Semaphore(0)
     with ThreadPoolExecutor(len(prompts)) as pool:
+        wanted = [each.token_ids for each in pool.map(partial(stream, server), prompts)]
+        server.swap(server.random)
         running = [pool.submit(stream, server, prompt, started) for prompt in prompts]
         for _ in prompts:
             assert started.acquire(timeout=600)
