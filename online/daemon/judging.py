@@ -207,6 +207,7 @@ class Judge:
                 sequence_length=self.candidate.cfg.sequence_length,
                 reads=reads,
                 needed_states=needed_states,
+                device=self.candidate.accelerator.device,
             )
             scores[stored.seq] = stored.conversation_key or request, scored
         return scores

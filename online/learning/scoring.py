@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from redraft.distill.data.modes import name_mode
+from redraft.distill.signal.transfer import to_device
 from redraft.engine.counts import AcceptanceCounts, add_by_context, split_by_context
 from redraft.eval.forecast.rows import ROWS_A_CHUNK, step_rates, take_draft_steps, target_rows
 from redraft.heads.draft import Draft, DraftStep, TargetSignal
@@ -40,6 +41,7 @@ from redraft.online.records.record import Record, Sampling
 Array = NDArray[np.float64]
 Method = Literal["greedy", "probabilistic"]
 NO_MASS = -1e4  # Logarithm of a probability that is 0 in float32.
+CPU = torch.device("cpu")
 
 ByContext = dict[int, AcceptanceCounts]
 """Counts by the context length before a block, keyed as by `split_by_context`."""
@@ -59,11 +61,12 @@ def score_by_context(
     sequence_length: int,
     reads: Reads = "nothing",
     needed_states: int = 0,
+    device: torch.device = CPU,
 ) -> ByContext:
     """Return the expected numbers of drafts and accepted draft tokens.
 
-    They are what an engine would count if `draft` drafted for the record's request. `needed_states`
-    is explained at `make_batches`.
+    They are what an engine would count if `draft`, which is on `device`, drafted for the record's
+    request. `needed_states` is explained at `make_batches`.
 
     Raises:
         ValueError: the draft has fewer draft steps than `num_speculative_tokens`.
@@ -71,7 +74,8 @@ def score_by_context(
     batch = _make_batch(record, sequence_length, reads, needed_states)
     if batch is None:
         return {}
-    rows = score_rows(draft, batch, record.sampling, method, num_speculative_tokens)
+    moved = to_device(batch, device)
+    rows = score_rows(draft, moved, record.sampling, method, num_speculative_tokens)
     return walk_stretches(*rows, int(batch.position_ids_BT[0, 0]))
 
 

@@ -25,6 +25,7 @@ from accelerators import reset_accelerator
 from gpu_or_cpu import DEVICE as GPU
 from gpu_or_cpu import IS_GPU, ON_DEVICE, ONLY_ON_GPU, SHAPE
 from make_heads import make_batch, make_ids, make_signal, make_target
+from recorded_heads import make_head, make_record, with_states
 from torch import Tensor
 from train_on_ranks import FAMILIES, Descent, make_standalone, rows_of
 from transformers import AutoModelForCausalLM
@@ -46,11 +47,15 @@ from redraft.distill.train.muon import orthogonalise
 from redraft.distill.train.optim import Optim
 from redraft.distill.train.step import Distillation
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal
+from redraft.heads.families.eagle3 import Eagle3
 from redraft.heads.families.mtp_folder import as_mimo
 from redraft.heads.nn.layers import RMSNorm
 from redraft.heads.nn.prefix import Prefixes, attend
+from redraft.heads.target import Target
 from redraft.online.engine import one_pass
 from redraft.online.engine.reduction import copy_through
+from redraft.online.learning.scoring import score_by_context
+from redraft.online.records.record import Sampling
 from tests.distill.loss.test_fused import (
     EVERY_FORM,
     leaves,
@@ -486,3 +491,20 @@ def test_a_training_step_is_that_of_the_cpu(
         assert apart <= 1e-3 * true.norm() + 1e-6 * whole, (
             f"{key}: {apart:.2e} of {true.norm():.2e}"
         )
+
+
+def test_the_learner_scores_a_head_as_on_the_cpu(random_target: Path, tmp_path: Path) -> None:
+    record = with_states(make_record(sampling=Sampling()), random_target, "eagle3")
+    folder, found = make_head("eagle3", random_target, tmp_path / "head"), []
+    for device in (GPU, torch.device("cpu")):
+        target = Target.from_folder(random_target)
+        tables = {"embed_VD": target.embed_VD.to(device), "head_VD": target.head_VD.to(device)}
+        head = Eagle3.load(folder, replace(target, **tables)).to(device).eval()
+        options: Any = {"sequence_length": 64, "reads": "layers", "device": device}
+        counts = score_by_context(
+            head, record, num_speculative_tokens=3, method="probabilistic", **options
+        )
+        found.append([(power, c.num_drafts, c.num_accepted) for power, c in counts.items()])
+    assert found[1]
+    for mine, true in zip(*found, strict=True):
+        assert mine == pytest.approx(true, rel=1e-3)

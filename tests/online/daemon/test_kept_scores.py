@@ -8,12 +8,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from recorded_heads import make_head, make_record, with_states
 
 from redraft.heads.catalog import find_family
 from redraft.online.daemon import judging
 from redraft.online.daemon.judging import Judge
+from redraft.online.learning import scoring
 from redraft.online.learning.buffer import Stored
 from redraft.online.learning.candidate import Candidate
 from redraft.online.learning.config import Judging, Training
@@ -153,3 +156,24 @@ def test_scores_of_newer_records_leave_those_of_earlier_ones_kept(
     scored.clear()
     judge.score(heads[0], [1, 2, 3, 4])
     assert scored == []
+
+
+def test_a_record_is_scored_on_the_device_of_the_draft(
+    judge: Judge, heads: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft is on a GPU, for which `meta` stands, and records are in host memory."""
+    head = judge.candidate.load(heads[0]).to("meta")
+    candidate: Any = judge.candidate
+    candidate.accelerator = SimpleNamespace(device=torch.device("meta"))
+    monkeypatch.setattr(candidate, "load", lambda _: head)
+    found: list[Any] = []
+
+    def note(draft: Any, batch: Any, *_: Any) -> Any:
+        target = batch.signal.distribution
+        found.extend([draft.fc.weight, batch.input_ids_BT, batch.position_ids_BT])
+        found.extend([batch.signal.aux_BTLD, target.ids_BTK, target.log_probs_BTK])
+        return np.array([0, 1, 2]), np.ones((3, 3))
+
+    monkeypatch.setattr(scoring, "score_rows", note)
+    judge.score(heads[0], [1])
+    assert [x.device.type for x in found] == ["meta"] * 6
