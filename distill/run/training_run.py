@@ -23,7 +23,7 @@ import torch
 from redraft.distill.data.conversations import identify_conversations
 from redraft.distill.data.day import choose_day
 from redraft.distill.data.vocabulary import choose_size
-from redraft.distill.launch.ranks import leave, require_whole_matrices
+from redraft.distill.launch.ranks import leave, require_whole_matrices, shards_parameters
 from redraft.distill.plan.held import DraftSize, sketch_draft
 from redraft.distill.plan.memory_check import plan_command, require_room
 from redraft.distill.run.inputs import (
@@ -219,7 +219,8 @@ class Run:
         """
 
         def compute() -> Forecast:
-            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            # The target may be on the CPU of a machine with a GPU (ACCELERATE_USE_CPU).
+            device = self.accelerator.device
             answers, number = self.answers, self.cfg.prove.num_speculative_tokens
             copied, signal = self._in_engine(draft)
             return forecast(copied.to(device).eval(), signal, answers, number, device)
@@ -305,6 +306,8 @@ class Run:
         # Otherwise, the accelerator would save this draft into the checkpoints of a later training
         # run.
         distillation.close()
+        if not shards_parameters(self.accelerator):
+            leave_gpu(draft)  # the caller may hold it while vLLM uses the whole GPU
         return whole, cost
 
     def _say_factor(self) -> None:

@@ -133,7 +133,7 @@ def make_accelerator(
     if machine.gpu:
         require_gpus()
     # Do this before the Accelerator, because it takes over the process state made here.
-    if not torch.cuda.is_available():
+    if machine.gpu is None or not torch.cuda.is_available():
         join_on_cpu()
     accelerator = Accelerator(
         # The launcher's config would override the plain argument `gradient_accumulation_steps`.

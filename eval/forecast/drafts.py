@@ -28,7 +28,7 @@ from redraft.heads.doctor.pair import Pair
 from redraft.heads.draft import Batch, DraftStep, TargetSignal
 from redraft.heads.families.retrieval import BEFORE_HEAD, Retrieval
 from redraft.heads.family import Family
-from redraft.heads.target import LoadedTarget, Target
+from redraft.heads.target import LoadedTarget
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,9 +174,7 @@ def _make_forecast(pair: Pair, target: LoadedTarget, is_sampled: bool) -> Foreca
         require_draft_heads(
             pair.family, f"the draft {pair.draft}", config, target.model.dtype, this_machine()
         )
-    draft = pair.family.load(
-        pair.draft, lambda: Target.from_model(target.model), target.model.dtype
-    )
+    draft = pair.family.load(pair.draft, lambda: target.borrowed, target.model.dtype)
     draft = draft.to(target.model.device).eval()
     if not pair.family.is_head:
         _require_rows(pair.draft, draft.model, target.model)

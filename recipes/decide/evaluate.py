@@ -20,6 +20,7 @@ from redraft.distill.data.day import keep_day
 from redraft.distill.data.samples import held_out_prompts
 from redraft.distill.plan.memory_check import require_target_room
 from redraft.distill.run.inputs import load_target
+from redraft.distill.run.proof import leave_gpu
 from redraft.distill.signal.features import load_skeleton
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.run_config import Signal
@@ -94,7 +95,6 @@ def main(cfg: EvalConfig) -> None:
 
     # 3. Forecast all drafts, then leave the whole GPU to the engine.
     rows = forecast_all(target, drafts, prompts, protocol, kept) if cfg.forecast else {}
-    torch.cuda.empty_cache()
 
     # 4. Measure each draft in the engine.
     engine = measure_in_engine(cfg, target, drafts, prompts, protocol, kept) if cfg.engine else {}
@@ -154,7 +154,7 @@ def forecast_all(
 ) -> Rows:
     """Forecast all drafts, with one pass of the target per batch. The rows are stored in `kept`.
 
-    Afterwards, the models are on the CPU.
+    Afterwards, the models are on the CPU, and so are the tensors that drafts borrow from the target.
     """
     forecastable = {draft.name: draft.forecast for draft in drafts if draft.forecast}
     # Capture all layers that any draft reads: one pass of the target serves all drafts, and each
@@ -164,11 +164,8 @@ def forecast_all(
     rows = forecast_drafts(
         target.model, target.files.fingerprint, signal, forecastable, prompts, protocol, kept
     )
-    for module in (
-        target.model,
-        *(draft.module for draft in forecastable.values() if draft.module),
-    ):
-        module.to("cpu")
+    for module in (target.model, *(one.module for one in forecastable.values() if one.module)):
+        leave_gpu(module, *(value for value in vars(module).values() if torch.is_tensor(value)))
     return rows
 
 

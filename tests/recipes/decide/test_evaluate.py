@@ -27,11 +27,13 @@ from redraft.engine.server import VllmServer
 from redraft.engine.target_dtype import default_target_dtype
 from redraft.eval import served
 from redraft.eval.forecast import teacher_forced
+from redraft.eval.forecast.drafts import load_drafts
 from redraft.eval.forecast.greedy import generate_answers
 from redraft.files.checkpoint import load_tokenizer
+from redraft.files.target_folder import TargetFolder
 from redraft.heads.families import eagle1, medusa, retrieval
 from redraft.heads.families.retrieval import Text, count_answers
-from redraft.heads.target import Target
+from redraft.heads.target import LoadedTarget, Target
 from redraft.recipes.cli.run import dispatch
 from redraft.recipes.decide import evaluate
 from redraft.recipes.decide.evaluate import EvalConfig, choose_day
@@ -386,6 +388,32 @@ def test_a_target_that_does_not_fit_is_told_with_the_way_to_count_it(
 
 
 @torch.no_grad()
+def test_the_forecast_leaves_the_whole_gpu_to_the_engine(
+    served_pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head borrows the target's embeddings and output head, which would stay there."""
+    model = LlamaForCausalLM.from_pretrained(served_pair[0]).eval()
+    target = LoadedTarget(files=TargetFolder.open(served_pair[0]), model=model)
+    eagle1.Eagle1(eagle1.Config(), Target.from_model(model)).export(tmp_path / "eagle1")
+    drafts = load_drafts([str(tmp_path / "eagle1")], target, "greedy")
+    assert drafts[0].forecast is not None
+    head = drafts[0].forecast.module
+
+    def list_tensors() -> list[torch.Tensor]:
+        borrowed = [head._embed_VD, head._head_VD, target.borrowed.embed_VD]
+        return [*model.parameters(), *model.buffers(), *head.parameters(), *borrowed]
+
+    def find_memory(tensors: Sequence[torch.Tensor]) -> set[int]:
+        return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+    before = [tensor.data for tensor in list_tensors()]
+    monkeypatch.setattr(evaluate, "forecast_drafts", lambda *_: {})
+    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)  # as from a GPU
+    protocol: Any = None
+    assert evaluate.forecast_all(target, drafts, [], protocol, tmp_path) == {}
+    assert not find_memory(before) & find_memory(list_tensors())
+
+
 def test_sampled_answers_follow_the_target_and_do_not_depend_on_their_batch(served_pair) -> None:
     target = LlamaForCausalLM.from_pretrained(served_pair[0]).eval()
     prompt = Prompt(token_ids=[20, 30, 40, 50])
