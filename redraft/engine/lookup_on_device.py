@@ -150,9 +150,9 @@ class LookupOnDevice:
         self._propose: Any
         hook(self.runner, "lookups", sample=around(self, "_sample", self.sample))
         hook(speculator, "lookups", propose=around(self, "_propose", self.propose))
-        nothing_1 = torch.zeros(1, dtype=torch.int32, device=self.runner.device)
-        # compiles the kernel
-        self._follow(nothing_1, nothing_1, [None], self.runner.num_speculative_steps)
+        # This compiles the kernel, for the dtypes of vLLM's slots and counts.
+        slot_1 = torch.zeros(1, dtype=torch.int64, device=self.runner.device)
+        self._follow(slot_1, slot_1.int(), [None], self.runner.num_speculative_steps)
 
     def sample(self, hidden_states: Any, batch: Any, grammar_output: Any) -> Any:
         """Sample and count answers in every step, even if the pace is 0."""
@@ -217,11 +217,7 @@ def install_on_device(
     """Look tokens up on a V2 runner's device from now on. `mixed` is set if a head follows."""
     states = runner.req_states
     if mixed is not None:
-        # With a head, vLLM keeps the texts in host memory, which each step would have to read.
-        pinned = states.all_token_ids
-        states.all_token_ids = type(pinned)(
-            tuple(pinned.gpu.shape), dtype=pinned.dtype, device=runner.device
-        )
+        move_to_device(states.all_token_ids, runner.device)
     texts = DeviceTexts(runner)
     if isinstance(draft, Live):
         texts.counter = AnswerCounter(texts.requests, draft)
@@ -234,6 +230,17 @@ def install_on_device(
         head_requests=limits.get("head_requests"),
         is_mixed=mixed is not None,
     )
+
+
+def move_to_device(texts: Any, device: torch.device) -> None:
+    """Move vLLM's empty `StagedWriteTensor` to the device.
+
+    With a head, vLLM keeps the texts in host memory, which each step would have to read. The object
+    itself stays the same, because penalties, bad words and logits processors hold references to it.
+    """
+    moved = type(texts)(tuple(texts.gpu.shape), dtype=texts.dtype, device=device)
+    vars(texts).clear()
+    vars(texts).update(vars(moved))
 
 
 def give_confidences(runner: Any) -> None:

@@ -41,3 +41,17 @@ def test_a_launch_compiles_and_keeps_nearly_all_values_in_registers(
     for kernel in launches.kernels:
         assert kernel.stack_bytes <= 16  # of one thread, on H100 and B200
         assert kernel.shared_bytes <= gpu.shared_bytes
+
+
+def test_a_pace_of_one_token_runs_the_same_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise, Triton would compile it when the pace first chooses one token."""
+    launches = Launches(chain_kernel, GPUS[1])
+    monkeypatch.setattr(redraft.engine, "chain_kernel", launches)
+    texts_ST, lengths_S = torch.zeros(2, 8192, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    runs = DeviceRuns(make_drafts()[0], torch.device("cpu"))
+    for most in (1, 3, 16):
+        runs.follow(
+            texts_ST, lengths_S, torch.tensor([0, 1]), lengths_S, torch.zeros(2, 1).long(),
+            [b"", b""], most, 16,
+        )  # fmt: skip
+    assert len({kernel.ptx for kernel in launches.kernels}) == 1

@@ -22,7 +22,7 @@ import redraft.engine
 from redraft.engine import adaptive
 from redraft.engine.lookup_first import HeadLimits, mix
 from redraft.engine.lookup_hooks import install
-from redraft.engine.lookup_on_device import give_confidences
+from redraft.engine.lookup_on_device import give_confidences, move_to_device
 from redraft.engine.lookups import ON_DEVICE, lookup_env, on_device
 from redraft.engine.server import vllm_keys
 from redraft.eval.forecast.ngram import Ngram
@@ -104,6 +104,68 @@ def test_lookup_on_the_device_waits_for_nothing_and_uploads_once_a_step(
         runner.propose(batch, 4)
     monkeypatch.undo()
     assert {name: number for name, number in counts.items() if number} == {"to": 5}
+
+
+def test_the_kernel_is_compiled_for_the_types_of_a_step(
+    kernel: NoKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another type of a pointer would be compiled again, while the first requests wait."""
+    runner = make_runner(on_device(Retrieval.speculative_config("live")), monkeypatch)
+    request = make_request(0, np.random.default_rng(0))
+    runner.add(request)
+    runner.sample_tokens([request.req_id], [[1]], 4)
+    at_start, in_step = (
+        [arg.dtype if isinstance(arg, torch.Tensor) else type(arg) for arg in launch]
+        for launch in (kernel.launches[0], kernel.launches[-1])
+    )
+    assert len(kernel.launches) == 2
+    assert at_start == in_step
+
+
+def test_all_who_hold_the_texts_see_them_on_the_device(
+    kernel: NoKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM's penalties and bad words do, since before the lookup was installed."""
+    config = on_device(
+        mix(Retrieval.speculative_config("live"), {"method": "eagle3"}, HeadLimits())
+    )
+    for name, value in lookup_env(config).items():
+        monkeypatch.setenv(name, value)
+    runner = RunnerAhead(SimpleNamespace(enable_adaptive_verification=False, **vllm_keys(config)))
+    held, pinned = runner.req_states.all_token_ids, runner.req_states.all_token_ids.gpu
+    held._uva_buf = "host memory"
+    install(runner)
+    assert runner.redraft.lookup.is_mixed
+    assert runner.req_states.all_token_ids is held
+    assert held.gpu is not pinned
+    assert (held.gpu.shape, held.gpu.dtype) == (pinned.shape, pinned.dtype)
+    assert not hasattr(held, "_uva_buf")
+
+
+@pytest.mark.vllm
+def test_vllms_penalties_see_the_texts_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.worker.gpu import buffer_utils
+    from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcRequestState
+    from vllm.v1.worker.gpu.states import RequestState
+
+    # Without a GPU, there is no pinned memory.
+    monkeypatch.setattr(buffer_utils, "UvaBuffer", buffer_utils.NonUvaBuffer)
+    states = RequestState(
+        max_num_reqs=2,
+        max_model_len=8,
+        max_num_batched_tokens=8,
+        num_speculative_steps=1,
+        vocab_size=9,
+        device=torch.device("cpu"),
+    )
+    held, pinned = LogitsProcRequestState.from_request_state(states), states.all_token_ids.gpu
+    move_to_device(states.all_token_ids, states.device)
+    assert held.all_token_ids.gpu is states.all_token_ids.gpu
+    assert states.all_token_ids.gpu is not pinned
+    # On a GPU, this attribute says that the contents of a write are in host memory.
+    assert states.all_token_ids.write_contents is None
+    states.add_request("a", 2, [3, 4], 0, 1)
+    assert states.all_token_ids._staged_write_contents == [3, 4]
 
 
 def test_live_counts_learn_the_same_answers_while_steps_are_scheduled_ahead(
