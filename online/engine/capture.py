@@ -52,9 +52,16 @@ class Capture:
     """
 
     def __init__(
-        self, config: CaptureConfig, server_id: str, fingerprint: str, draft_version: str
+        self,
+        config: CaptureConfig,
+        server_id: str,
+        fingerprint: str,
+        draft_version: str,
+        device: torch.device | None = None,
     ) -> None:
+        """Prepare to record a worker that computes on `device`. None means the CPU."""
         self.config = config
+        self.device = device or torch.device("cpu")
         self.server_id = server_id
         self.fingerprint = fingerprint
         self.draft_version = draft_version
@@ -69,7 +76,6 @@ class Capture:
         self._outlet = open_outlet(config, server_id, self.guard)
         self._logs: dict[str, RequestLog] = {}
         self._scratch = ScratchMemory()
-        self._stream: torch.cuda.Stream | None = None
         self._pinned: Tensor | None = None
         self._waiting: list[Frame] = []
         self._waiting_since_s = 0.0
@@ -142,6 +148,12 @@ class Capture:
             os.sched_setaffinity(threading.get_native_id(), range(os.cpu_count() or 1))
         # For this thread only, because a thread pool would occupy the engine's cores.
         torch.set_num_threads(1)
+        if self.device.type == "cuda":
+            # By default, a new thread uses the first GPU, where its first call would create a
+            # context of half a gigabyte for the worker of each other GPU.
+            torch.cuda.set_device(self.device)
+            # Its own stream does not wait for the engine's, nor the engine's for it.
+            torch.cuda.set_stream(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
         while True:
             is_last = (
                 self._is_stopping.is_set()
@@ -174,21 +186,6 @@ class Capture:
                 # This thread copies on its own CUDA stream, which does not wait for the engine's
                 # stream by itself.
                 step.computed.synchronize()
-        sampled = [step.sampled_BK for step in steps if step.sampled_BK is not None]
-        device = sampled[0].device if sampled else torch.device("cpu")
-        with self._stream_on(device) if device.type == "cuda" else contextlib.nullcontext():
-            self._apply_all(steps)
-
-    def _stream_on(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
-        """Return a context with this thread's own stream on the given device.
-
-        By default, the thread would use the first GPU and the default stream.
-        """
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return torch.cuda.stream(self._stream)
-
-    def _apply_all(self, steps: list[EngineStep]) -> None:
         # Reduce all waiting steps at once: a step has few rows, so the fixed cost of a reduction
         # would exceed its work.
         kept = reduce_steps(steps, self.config.logprobs, self._scratch)

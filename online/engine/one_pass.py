@@ -80,7 +80,7 @@ def _scan(kernels: Any, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
     num_rows, vocab_size = logits_RV.shape
     num_chunks = -(-vocab_size // CHUNK)
     maxima_RG = logits_RV.new_empty(num_rows, num_chunks * CHUNK // GROUP, dtype=torch.float32)
-    peaks_RC, sums_RC = logits_RV.new_empty(2, num_rows, num_chunks, dtype=torch.float32)
+    peaks_RC, sums_RC = _allocate(logits_RV, num_rows, num_chunks)
     kernels.scan[num_rows, num_chunks](
         logits_RV,
         logits_RV.stride(0),
@@ -100,13 +100,26 @@ def _scan_drafts(
 ) -> Tensor:
     num_drafts, vocab_size = len(slots_N), logits_BJV.shape[2]
     num_chunks = -(-vocab_size // CHUNK)
-    peaks_NC, sums_NC = temperatures_N.new_empty(2, num_drafts, num_chunks, dtype=torch.float32)
+    peaks_NC, sums_NC = _allocate(temperatures_N, num_drafts, num_chunks)
     if num_drafts:  # Triton raises for an empty grid
         kernels.scan_drafts[num_drafts, num_chunks](
             logits_BJV, slots_N, steps_N, *logits_BJV.stride()[:2], temperatures_N, vocab_size, peaks_NC, sums_NC,
             num_chunks, CHUNK=CHUNK,
         )  # fmt: skip
     return _join_chunks(kernels, peaks_NC, sums_NC)
+
+
+def _allocate(like: Tensor, num_rows: int, num_chunks: int) -> tuple[Tensor, Tensor]:
+    """Allocate the peaks and sums of the chunks, both [R, C].
+
+    They are separate, because Triton compiles a kernel again for an address that is not a multiple
+    of 16.
+    """
+    shape = (num_rows, num_chunks)
+    return (
+        like.new_empty(shape, dtype=torch.float32),
+        like.new_empty(shape, dtype=torch.float32),
+    )
 
 
 def _join_chunks(kernels: Any, peaks_RC: Tensor, sums_RC: Tensor) -> Tensor:

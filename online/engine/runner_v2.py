@@ -26,7 +26,7 @@ from redraft.engine.hooks import RunnerState, around, find_state, hook
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.domains import LOOKUP_METHODS, find_padded, mark_step
 from redraft.online.engine.feed import Batch, Feed
-from redraft.online.engine.one_pass import gather_probs
+from redraft.online.engine.one_pass import find_in_one_pass, gather_probs
 from redraft.online.engine.reread import ReadText
 from redraft.online.engine.steps import DeviceRanges, EngineStep
 from redraft.online.records.record import LOOKUP, PADDING
@@ -324,6 +324,8 @@ class _Hooks:
         """
         infos = [self.feed.requests.get(request_id) for request_id in batch.req_ids]
         if not any(infos):  # the usual case if only a fraction of the requests is recorded
+            if batch.req_ids[0].startswith(WARMUP_IDS):
+                self._warm_up(logits_RV, batch, draft_logits)
             return self.feed.make_empty_step()
         # 1. Read the host's state. These are numpy arrays, so `tolist` does not wait.
         count = batch.num_reqs
@@ -387,6 +389,19 @@ class _Hooks:
             ranges=ranges,
             confidences_BJ=self._read_confidences(batch) if is_drafted else None,
         )
+
+    def _warm_up(self, logits_RV: Tensor | None, batch: Any, draft_logits: Tensor | None) -> None:
+        """Compile the kernels of a recorded step while vLLM compiles its own.
+
+        Otherwise, all requests would wait for them when the first recorded request arrives.
+        """
+        if logits_RV is None or not (self.feed.reduces or logits_RV.is_cuda):
+            return
+        find_in_one_pass(logits_RV, self.capture.config.logprobs)
+        if draft_logits is not None:
+            slots_B = batch.idx_mapping.long()
+            zeros_B = torch.zeros_like(slots_B)
+            gather_probs(draft_logits, slots_B, zeros_B, zeros_B, zeros_B.float())
 
     def _read_confidences(self, batch: Any) -> Tensor | None:
         """Return the draft's confidence in the tokens that this step verifies, [B, J].

@@ -348,7 +348,9 @@ def _start_capture(worker: Any, config: CaptureConfig) -> None:
     state: WorkerState = worker.redraft
     if not _is_recording_rank():
         return
-    capture = Capture(config, state.server_id, state.target_fingerprint, state.draft_version)
+    capture = Capture(
+        config, state.server_id, state.target_fingerprint, state.draft_version, worker.device
+    )
     capture.kept_states = _count_kept_states(worker)
     install_capture(worker.model_runner, capture)
     capture.start()

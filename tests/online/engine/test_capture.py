@@ -23,6 +23,7 @@ from waiting import wait_until
 from benchmarks.fleet import count_queued
 from redraft.engine.counts import AcceptanceCounts
 from redraft.online.engine import capture as capture_module
+from redraft.online.engine import one_pass
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.config import CaptureConfig
 from redraft.online.engine.feed import Batch, Feed, _copy_rows, _find_runs, _read_states
@@ -272,6 +273,34 @@ def test_a_thousand_light_steps_wait_for_a_stuck_thread_without_a_gap(tmp_path):
     text = np.concatenate([record.context_ids, record.output_ids])
     np.testing.assert_array_equal(text, [1, 2, 3, *[7] * 1001, 8, 9])
     np.testing.assert_array_equal(record.positions, [1004, 1005])
+
+
+def test_the_thread_of_capture_stays_on_the_workers_gpu_and_on_a_stream_of_its_own(
+    tmp_path, monkeypatch
+):
+    """A new thread is on the first GPU, where its first call would take memory for a context."""
+    calls = []
+
+    def note(name, made=None):
+        return lambda *args: calls.append((threading.current_thread().name, name, *args)) or made
+
+    for name, made in (("set_device", None), ("Stream", "a stream"), ("set_stream", None)):
+        monkeypatch.setattr(torch.cuda, name, note(name, made))
+    gpu = torch.device("cuda", 3)
+    capture = Capture(CaptureConfig(spool=tmp_path, logprobs=K), "boot", "target", "v000001", gpu)
+    computed = SimpleNamespace(synchronize=note("wait"))
+    capture.queue.put(make_light_step(make_info(), 3, computed=computed))
+    assert calls == []
+    capture.start()
+    capture.stop()
+    thread = "redraft-capture"
+    assert calls == [
+        (thread, "set_device", gpu),
+        (thread, "Stream", gpu),
+        (thread, "set_stream", "a stream"),
+        (thread, "wait"),
+    ]
+    assert not capture.counts["errors_reduce"]
 
 
 def test_light_steps_are_bounded_by_bytes_too_with_the_prompts_that_they_hold():
@@ -560,6 +589,25 @@ def test_the_first_of_the_kept_ids_is_what_a_greedy_target_says():
     logits_RV = torch.randn(50, 4099, generator=torch.Generator().manual_seed(0)).bfloat16().float()
     logits_RV[:, 7] = logits_RV[:, 4000] = logits_RV.max() + 1  # two that are equal
     assert torch.equal(find_largest(logits_RV, 32)[1][:, 0], logits_RV.argmax(-1))
+
+
+def test_the_kernels_get_only_addresses_for_which_triton_compiles_them_once(monkeypatch):
+    given = []
+
+    class Kernels:
+        def __getattr__(self, name):
+            return self
+
+        def __getitem__(self, grid):
+            return lambda *args, **options: given.extend(x for x in args if torch.is_tensor(x))
+
+    monkeypatch.setattr(one_pass, "find_kernels", Kernels)
+    for num_rows in (1, 2, 3):
+        logits_RV, draft_N = torch.zeros(num_rows, 3 * one_pass.CHUNK), torch.arange(num_rows)
+        one_pass.find_in_one_pass(logits_RV, K)
+        one_pass.gather_probs(logits_RV[:, None], draft_N, 0 * draft_N, draft_N, draft_N.float())
+    assert len(given) > 3 * 6
+    assert all(tensor.data_ptr() % 16 == 0 for tensor in given)
 
 
 def run_capture(folder, steps, **config):

@@ -11,9 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from redraft.online.engine import runner_v2
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.config import CaptureConfig
 from redraft.online.engine.request_log import RequestInfo
@@ -113,6 +115,37 @@ def test_a_step_that_records_nothing_costs_no_operation_on_v2(tmp_path: Path) ->
     assert counter.names == []
     assert not capture.queue.take()
     assert not [name for name in capture.counts if name.startswith(("error", "broken"))]
+
+
+def test_vllms_warm_up_runs_the_kernels_of_a_recorded_step_on_v2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise, all requests would wait for their compilation in the first recorded step."""
+    calls: list[tuple[Any, ...]] = []
+    for name in ("find_in_one_pass", "gather_probs"):
+        monkeypatch.setattr(
+            runner_v2, name, lambda *args, name=name: calls.append((name, *(args[1:])))
+        )
+    speculative = SimpleNamespace(method="eagle3")
+    hooks = V2(
+        SimpleNamespace(max_model_len=100, speculative_config=speculative), make_capture(tmp_path)
+    )
+    batch = SimpleNamespace(req_ids=["_warmup_0_", "_warmup_1_"], idx_mapping=torch.tensor([3, 1]))
+    logits_RV, draft_logits = torch.zeros(2, V), torch.zeros(4, 1, V)
+    hooks.sampled(SimpleNamespace(), logits_RV, batch, draft_logits)
+    assert calls == [], "on a CPU, no kernel is compiled"
+    hooks.feed.reduces = True
+    hooks.sampled(SimpleNamespace(), logits_RV, batch)
+    hooks.sampled(SimpleNamespace(), logits_RV, batch, draft_logits)
+    assert [name for name, *_ in calls] == ["find_in_one_pass", "find_in_one_pass", "gather_probs"]
+    slots, steps, ids, temperatures = calls[-1][1:]
+    assert slots.tolist() == [3, 1]
+    assert (steps.dtype, ids.dtype, temperatures.dtype) == (*[torch.int64] * 2, torch.float32)
+    hooks.feed.requests = dict.fromkeys(NAMES, None)
+    hooks.sampled(SimpleNamespace(), logits_RV, SimpleNamespace(req_ids=NAMES), draft_logits)
+    assert len(calls) == 3
+    assert not hooks.capture.queue.take()
+    assert not [name for name in hooks.capture.counts if name.startswith("error")]
 
 
 def test_the_ends_of_recorded_requests_travel_with_a_step_that_records_nothing(
