@@ -11,7 +11,7 @@ from torch import Tensor
 
 SCALE_BYTES = 4
 FLOAT8_MAX = 448.0  # The largest number of e4m3fn; the scale maps the largest of a state to it.
-PIECE_ROWS = 4096  # States decoded at a time, so the copy in float32 stays small.
+PIECE_ROWS = 4096  # States encoded or decoded at a time, so the copy in float32 stays small.
 
 
 @torch.no_grad()
@@ -21,11 +21,19 @@ def encode_float8(states_HLD: Tensor) -> Tensor:
     The scale maps each state's largest value to the largest value of e4m3fn. If a value of the
     state is not finite, neither is the scale.
     """
-    values_HLD = states_HLD.float()
-    scale_HL1 = values_HLD.abs().amax(-1, keepdim=True) / FLOAT8_MAX
-    scale_HL1 = torch.where(scale_HL1 == 0, 1, scale_HL1)
-    codes_HLD = (values_HLD / scale_HL1).to(torch.float8_e4m3fn).view(torch.uint8)
-    return torch.cat([codes_HLD, scale_HL1.view(torch.uint8)], dim=-1)
+    states_ND = states_HLD.flatten(0, -2)
+    codes_NX = states_ND.new_empty(
+        len(states_ND), states_ND.shape[1] + SCALE_BYTES, dtype=torch.uint8
+    )
+    for start in range(0, len(states_ND), PIECE_ROWS):
+        values_nD = states_ND[start : start + PIECE_ROWS].float()
+        scale_n1 = values_nD.abs().amax(-1, keepdim=True) / FLOAT8_MAX
+        scale_n1 = torch.where(scale_n1 == 0, 1, scale_n1)
+        codes_nD = (values_nD / scale_n1).to(torch.float8_e4m3fn)
+        piece_nX = codes_NX[start : start + PIECE_ROWS]
+        piece_nX[:, :-SCALE_BYTES] = codes_nD.view(torch.uint8)
+        piece_nX[:, -SCALE_BYTES:] = scale_n1.view(torch.uint8)
+    return codes_NX.view(*states_HLD.shape[:-1], codes_NX.shape[1])
 
 
 @torch.no_grad()

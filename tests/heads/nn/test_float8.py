@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from redraft.heads.nn.float8 import PIECE_ROWS, SCALE_BYTES, decode_float8, encode_float8, scales
 
@@ -53,3 +56,24 @@ def test_memory_of_zeros_is_a_state_of_zeros_and_what_is_not_finite_stays_so() -
             [False, False],
             [True, True],
         ]
+
+
+class _Float32(TorchDispatchMode):
+    """Finds the most rows of a tensor in float32."""
+
+    rows = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        made = function(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.ndim and made.dtype == torch.float32:
+            self.rows = max(self.rows, len(made))
+        return made
+
+
+def test_the_copy_in_float32_stays_small() -> None:
+    states_ND = torch.randn(3 * PIECE_ROWS, 8).bfloat16()
+    with _Float32() as found:
+        decode_float8(encode_float8(states_ND), torch.bfloat16)
+    assert found.rows == PIECE_ROWS
