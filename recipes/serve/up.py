@@ -106,6 +106,15 @@ class Place:
     vllm_args: tuple[str, ...] = ()
     """Further arguments for the server."""
 
+    @property
+    def waits(self) -> bool:
+        """Whether the learner starts only when the server is ready.
+
+        While vLLM starts on a GPU, it attributes all new use of the GPU's memory to itself, and
+        reduces its KV cache. If another process frees memory, vLLM does not start.
+        """
+        return self.shares and bool(self.gpu)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -468,7 +477,7 @@ def place_learner(gpus: Sequence[str], flags: Mapping[str, str]) -> Place:
         if is_given
         else f"vLLM uses {SHARED:.0%} of its memory"
     )
-    line = f"the learner shares GPU {gpu} {pauses}: {memory}"
+    line = f"the learner shares GPU {gpu} {pauses}: {memory}; it starts when the server is ready"
     return Place(line=line, gpu=gpu, vllm_args=arguments)
 
 
@@ -594,7 +603,8 @@ def run(plan: Plan, *, learns: bool) -> None:
                 if page.port
                 else "the learner's page is switched off ([page] port = 0)"
             )
-            learner.start()
+            if not plan.place.waits:
+                learner.start()
         server.start()
         watch(plan, screen, server, learner, learns=learns)
     finally:
@@ -634,6 +644,8 @@ def watch(plan: Plan, screen: Screen, server: Part, learner: Part | None, *, lea
         was_ready, shown = meter.is_ready, meter.read(now_s)
         if meter.is_ready and not was_ready:
             screen.say(f"ready: {plan.url} | {shown}")
+            if learner is not None and learner.process is None:
+                learner.start()
         if learner is not None:
             shown += (
                 f" | {shorten_version(learned.version or 'no version')} | learner: {learned.phase}"

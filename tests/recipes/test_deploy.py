@@ -115,6 +115,10 @@ def test_the_learner_of_either_reads_its_settings(where, server, tmp_path):
 def test_a_learner_that_shares_the_servers_gpu_pauses_for_their_requests(tmp_path):
     services = compose()["services"]
     assert services["vllm"]["deploy"] == services["learner"]["deploy"]
+    # While vLLM starts, it takes all new use of the GPU's memory for its own.
+    assert services["learner"]["depends_on"] == {"vllm": {"condition": "service_healthy"}}
+    assert "depends_on" not in services["vllm"]
+    assert ":8000/health" in services["vllm"]["healthcheck"]["test"][-1]
     for where, shares in (("compose", True), ("kubernetes", False)):
         (file := tmp_path / "learner.toml").write_text(settings_of_the_learner(where, tmp_path))
         config = load_config(file)

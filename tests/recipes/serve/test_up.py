@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -699,6 +700,46 @@ def test_a_learner_on_the_servers_device_leaves_it_time(target, tmp_path):
         assert ("--gpu-memory-utilization" in given) == shares
         joined = replace(placed, cfg=replace(plan.cfg, join=True))
         assert "--gpu-memory-utilization" not in up.serve_command(joined, learns=True)
+
+
+@pytest.mark.parametrize("gpus", [[], ["0"], ["0", "1"]], ids=["CPU", "shared", "own GPU"])
+def test_a_learner_on_the_servers_gpu_starts_when_the_server_is_ready(
+    gpus, target, tmp_path, monkeypatch, capsys
+):
+    """While vLLM starts, it takes all new use of the GPU's memory for its own."""
+    folder, draft = tmp_path / "all", write_draft(tmp_path / "draft")
+    plan = up.make_plan(
+        UpConfig(target=target, folder=folder, draft=draft, vllm_args=("--port", str(free_port())))
+    )
+    plan = replace(plan, place=up.place_learner(gpus, {}))
+    folder.mkdir()
+    (folder / "learner.toml").write_text(up.render_settings(plan, plan.draft, 0))
+    events = []
+
+    class Part(up_parts.Part):
+        def start(self):
+            events.append(self.name)
+            self.process = SimpleNamespace(poll=lambda: None)
+
+        def stop(self, timeout_s):
+            self.process = None
+
+    class Meter(up_parts.Meter):
+        def read(self, now_s):
+            if "ready" in events:
+                raise KeyboardInterrupt
+            events.append("ready")
+            self.is_ready = True
+            return "ready"
+
+    monkeypatch.setattr(up, "Part", Part)
+    monkeypatch.setattr(up, "Meter", Meter)
+    monkeypatch.setattr(up, "LOOK_S", 0)
+    with pytest.raises(KeyboardInterrupt):
+        up.run(plan, learns=True)
+    waits = gpus == ["0"]
+    assert events == (["server", "ready", "learner"] if waits else ["learner", "server", "ready"])
+    assert ("starts when the server is ready" in capsys.readouterr().out) == waits
 
 
 def test_on_a_cpu_the_learner_leaves_a_core_to_the_server(monkeypatch):
