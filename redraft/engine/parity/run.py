@@ -98,7 +98,10 @@ class Dump:
     def _verified(self) -> Iterator[tuple[Block, int]]:
         """Yield every verified block with the number of its accepted tokens."""
         for block, after in zip(self.blocks, self.blocks[1:], strict=False):
-            if block.request == after.request:
+            # With asynchronous scheduling, vLLM runs one more step after the end of a request, and
+            # neither emits nor counts its tokens.
+            has_ended = block.num_output >= len(self.outputs[block.request])
+            if block.request == after.request and not has_ended:
                 # Between two blocks, a request emits the first block's accepted tokens and one
                 # token of the target.
                 yield block, after.num_output - block.num_output - 1
@@ -124,7 +127,13 @@ def run_engine(
     # On a CPU, torch and vLLM share OpenMP in this process, and several threads would wait for each
     # other.
     threads = {"OMP_NUM_THREADS": "1"} if ENGINE_IS_CPU else {}
-    env = {**(environment or {}), **threads, "VLLM_NO_USAGE_STATS": "1"}
+    env = {
+        **(environment or {}),
+        **threads,
+        "VLLM_NO_USAGE_STATS": "1",
+        # On a GPU, vLLM computes attention in float32 in Triton, which uses TF32 by default.
+        "TRITON_F32_DEFAULT": "ieee",
+    }
     with process_group(
         [sys.executable, "-m", "redraft.engine.parity.dump", str(spec)], log=log, env=env
     ) as process:

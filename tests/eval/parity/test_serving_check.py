@@ -270,6 +270,16 @@ def test_counts_leave_out_a_block_cut_by_the_end() -> None:
     assert dump.counts() == make_counts(1, 3, 0)
 
 
+def test_counts_leave_out_the_step_that_vllm_starts_before_it_knows_the_end() -> None:
+    """As with asynchronous scheduling, vLLM's default on a GPU."""
+    run = EngineRun(target="", speculative_config={"num_speculative_tokens": 3}, prompts=[[1], [2]])
+    at = [(0, 1), (0, 3), (0, 7), (0, 9), (1, 1), (1, 2), (1, 6)]
+    blocks = [Block(request=request, num_output=n, drafted=[], passes=[]) for request, n in at]
+    dump = Dump(run=run, outputs=[[0] * 6, [0] * 2], blocks=blocks)
+    assert dump.counts_by_prompt() == [make_counts(1, 3), make_counts(0)]
+    assert sum(dump.counts_by_context().values(), make_counts()) == make_counts(1, 3, 0)
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_an_engine_that_refuses_the_draft_says_why(tmp_path: Path) -> None:
