@@ -29,6 +29,7 @@ from redraft.files.checkpoint import load_causal_lm
 from redraft.online.learning.replay import training_sequence
 from redraft.online.records.origin import EXTRA_ARGS_KEY, Origin
 from redraft.online.records.record import CorruptRecordError, read_frames
+from redraft.recipes.serve.serve import with_plugin
 
 ASSETS = Path(__file__).parents[2] / "tests/assets"
 
@@ -56,7 +57,11 @@ def measure(cfg: Config, results: Results) -> None:
             settings: dict[str, Any] = {"registry": str(cfg.output)}
             if kind == "recorded":
                 settings["capture"] = {"spool": str(spool), "hidden_states": True}
-            env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+            env = os.environ | {
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+                "VLLM_NO_USAGE_STATS": "1",
+                "VLLM_PLUGINS": with_plugin(os.environ.get("VLLM_PLUGINS")),
+            }
             env |= write_settings(settings)
             command = [sys.executable, "-m", "benchmarks.gpu.engines", draft, str(file), str(spool)]
             file.unlink(missing_ok=True)

@@ -9,17 +9,20 @@ import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
 import torch
 import tyro
 
-from benchmarks.gpu import check
+from benchmarks.gpu import check, engines
 from benchmarks.gpu.check import PHASES, Config, Ended, group_phases, main, run_phase
+from benchmarks.gpu.results import Results
 from benchmarks.training import gpu
 from redraft.distill.plan.operations import DEVICES
 from redraft.heads.catalog import FamilyName
+from redraft.online.engine.config import is_enabled, read_config
 from redraft.recipes.plan.count import count, make_plan, ways_to_fit
 from redraft.recipes.plan.plan import PlanConfig
 
@@ -69,6 +72,27 @@ def test_a_phase_is_stopped_at_its_limit_and_keeps_what_it_found(
     ended = run_phase(phase, Config(output=tmp_path), "cpu", 60.0)
     assert ended == Ended(name="facts", outcome="stopped after 0 s", seconds=ended.seconds)
     assert run_phase(PHASES[0], Config(output=tmp_path), "cpu", 0.0).outcome == "left out"
+
+
+def test_every_engine_of_the_check_has_the_plugin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    environments: list[dict[str, str]] = []
+
+    def run(command: list[str], *, env: dict[str, str], timeout: float) -> Any:
+        environments.append(env)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(
+        engines, "subprocess", SimpleNamespace(run=run, TimeoutExpired=TimeoutError)
+    )
+    cfg = Config(output=tmp_path)
+    engines.measure(cfg, Results(tmp_path / "engine.json"))
+    assert [is_enabled(env) for env in environments] == [True] * 2 * len(cfg.drafts)
+    assert [read_config(env).capture.is_on for env in environments] == [True, False] * len(
+        cfg.drafts
+    )
 
 
 SIZES = {"batch_size": 1, "sequence_length": 64}
