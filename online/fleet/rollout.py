@@ -125,12 +125,15 @@ class RolloutPolicy:
     control group.
     """
     swap_timeout_s: float = 120
-    """The rollout continues without a server that has not responded for this many seconds."""
+    """The rollout continues without a server that has not responded for this many seconds. If it is
+    the canary, the rollout fails.
+    """
     rollback_timeout_s: float = 300
     """Seconds to keep trying to return every server to the old version after a failed rollout."""
     max_absent_share: float = 0.1
     """Maximum fraction of servers that may stop responding. Above it, the draft is a likely cause,
     and the rollout is reverted. One absent server is always tolerated, unless it is the only one.
+    A server that has not responded for `swap_timeout_s` when the waves begin does not count.
     """
 
     def __post_init__(self) -> None:
@@ -163,7 +166,9 @@ class Outcome:
     absent: dict[str, str] = field(default_factory=dict)
     """Last error by address, of servers that do not respond. `reconcile` will update them later."""
     is_inconclusive: bool = False
-    """Whether the candidate failed only because the comparison had no result in time."""
+    """Whether nothing is known about the candidate: it was not swapped, or there was no result in
+    time.
+    """
 
 
 async def try_canary(
@@ -189,16 +194,16 @@ async def try_canary(
     # A silent server is left out. If a server refuses the incumbent, someone must fix that server
     # before anything else is swapped.
     if not present or aligned.refused:
-        return _outcome(
-            Finding.FAILED, f"the fleet is not on {incumbent} to begin with: {aligned}", aligned
-        )
+        reason = f"the fleet is not on {incumbent} to begin with: {aligned}"
+        return _outcome(Finding.INCONCLUSIVE, reason, aligned)
     canary, control = present[0], present[1:]
     # Only a fleet of one server is compared with its own earlier minutes, so it measures the
     # incumbent before the swap.
     before = None if control else await _measure_before(canary, incumbent, policy, measured)
     if isinstance(before, tuple):
-        finding, reason = before
-        return _outcome(finding, f"{canary.url} before the swap: {reason}", aligned)
+        _, reason = before
+        reason = f"{canary.url} before the swap: {reason}"
+        return _outcome(Finding.INCONCLUSIVE, reason, aligned)
 
     swapped = await converge([canary], candidate, policy.swap_timeout_s, insist=False)
     if not swapped.is_complete:
@@ -206,7 +211,7 @@ async def try_canary(
             servers, incumbent, f"the canary did not swap to {candidate}: {swapped}", policy
         )
     await asyncio.sleep(policy.warm_up_s)
-    finding, reason = await _compare(canary, candidate, control, before, policy)
+    finding, reason = await _compare(canary, candidate, control, incumbent, before, policy)
     if finding is not Finding.PASSED:
         return await _roll_back(
             servers, incumbent, f"canary {canary.url}: {reason}", policy, finding
@@ -225,13 +230,16 @@ async def roll_waves(
     """
     done: list[FleetServer] = []
     absent: dict[str, str] = {}
+    # A server that was gone before the waves says nothing about the draft.
+    silent_s = time.monotonic() - policy.swap_timeout_s
+    known = [server for server in servers if server.answered_s >= silent_s]
     for wave in _split_into_waves(servers, policy):
         swapped = await converge(wave, candidate, policy.swap_timeout_s, insist=False)
         if swapped.refused:
             return await _roll_back(servers, incumbent, f"refused {candidate}: {swapped}", policy)
         done += [server for server in wave if server.url not in swapped.absent]
         absent |= swapped.absent
-        if _are_too_many(absent, servers, policy):
+        if _are_too_many(absent, known, policy):
             return await _roll_back(
                 servers, incumbent, f"{len(absent)} servers are gone: {swapped}", policy
             )
@@ -243,7 +251,7 @@ async def roll_waves(
             return await _roll_back(servers, incumbent, alarm, policy)
     # Some servers may have restarted in the meantime, with the draft on their command line.
     final = await converge(servers, candidate, policy.swap_timeout_s, insist=False)
-    if final.refused or _are_too_many(final.absent, servers, policy):
+    if final.refused or _are_too_many(final.absent, known, policy):
         return await _roll_back(
             servers, incumbent, f"the servers do not all serve the same version: {final}", policy
         )
@@ -505,7 +513,8 @@ async def measure_alone(
 
     Return the counts, or why they cannot be measured.
     """
-    window, polls = await Window.open([server]), Polls([server])
+    window = await Window.open([server], server, policy.swap_timeout_s)
+    polls = Polls([server])
     if not window.began_with(server, incumbent):
         return Finding.FAILED, f"it does not serve {incumbent}"
     deadline_s = time.monotonic() + policy.window_timeout_s
@@ -533,6 +542,7 @@ async def _compare(
     canary: FleetServer,
     candidate: str,
     control: Sequence[FleetServer],
+    incumbent: str,
     before: Polls | None,
     policy: RolloutPolicy,
 ) -> tuple[Finding, str]:
@@ -540,7 +550,9 @@ async def _compare(
 
     `before` contains counts from before the swap, and replaces a control group.
     """
-    window = await Window.open([canary, *control])
+    window = await Window.open([canary, *control], canary, policy.swap_timeout_s)
+    # A server that restarted after the alignment may serve the draft of its command line.
+    control = [server for server in control if window.began_with(server, incumbent)]
     ours, theirs = Polls([canary]), before or Polls(control)
     deadline_s = time.monotonic() + policy.window_timeout_s
     # If every poll were tested, an equal draft would be found worse sooner or later, so the groups
@@ -578,7 +590,7 @@ async def _compare(
             )
         reason = f"fewer than {policy.min_drafts} drafts in {policy.window_timeout_s:.0f} s: {taus}"
         # Time is up and the control group has restarted, so its counts can no longer be compared.
-        is_lost = deadline_s == math.inf and before is None and len(counted) == 1
+        is_lost = deadline_s == math.inf and before is None and counted.keys().isdisjoint(control)
         if has_enough and (len(ours.rows) >= next_look or is_late or is_lost):
             next_look = 2 * len(ours.rows)
             finding, reason = _look(ours, theirs, taus, policy, is_paired=before is None)
@@ -658,10 +670,9 @@ def _are_too_many(
 
     One of several is tolerated.
     """
+    num_absent = sum(server.url in absent for server in servers)
     # With a share of 0.1, one of 10 servers may be silent, or 4 of 40.
-    return len(absent) == len(servers) or len(absent) > max(
-        1, policy.max_absent_share * len(servers)
-    )
+    return num_absent == len(servers) or num_absent > max(1, policy.max_absent_share * len(servers))
 
 
 def _split_into_waves(

@@ -45,6 +45,11 @@ METRICS_TIMEOUT_S = 1.0
 the same time.
 """
 
+KEEP_ALIVE_S = 2.0
+"""Maximum time in seconds for which an idle connection is used again. vLLM closes it after 5 s,
+which is also the default of httpx, and a request that is sent just then is lost.
+"""
+
 GENERATED = "vllm:generation_tokens_total"
 COUNTERS = (SPEC_DECODE, GENERATED)
 AT_LOAD = "\n"  # Separates a domain from a load. No header can contain this character.
@@ -281,8 +286,12 @@ class FleetServer:
     only.
     """
 
-    answered_s: float = field(default=math.inf, repr=False, compare=False, kw_only=True)
-    """Time of the last response on the monotonic clock; infinite if it is not recorded."""
+    answered_s: float = field(
+        default_factory=time.monotonic, repr=False, compare=False, kw_only=True
+    )
+    """Time of the last response on the monotonic clock; before it, the time at which this object
+    was made.
+    """
 
     async def status(self) -> Status:
         """Request the server's current status.
@@ -407,11 +416,13 @@ class FleetServer:
                 f"{self.url} does not answer: {self._quote(explain(error))}"
             ) from error
         except NonsenseError:
+            self.answered_s = time.monotonic()
             raise
         # A malformed header can raise any exception; report it as the server's error.
         except Exception as error:
             reason = self._quote(repr(error))
             raise UnreachableError(f"{self.url} sent an invalid response: {reason}") from error
+        self.answered_s = time.monotonic()
         if code != 200 or foreign:
             reason = foreign or self._quote(content.decode(errors="replace"))
             cure = "" if foreign else CURES.get(code, "")
@@ -492,8 +503,15 @@ def _read_positions(pairs: Sequence[tuple[int, int]]) -> AcceptanceCounts:
     )
 
 
-async def ask_all(servers: Iterable[FleetServer]) -> dict[FleetServer, Status]:
-    """Query all servers concurrently, and return the status of each that answers."""
+async def ask_all(
+    servers: Iterable[FleetServer], needed: FleetServer | None = None, patience_s: float = 0.0
+) -> dict[FleetServer, Status]:
+    """Query all servers concurrently, and return the status of each that answers.
+
+    If `needed` does not answer, all of them are queried again for up to `patience_s`. A lost
+    response, or an engine that loads weights for longer than STATUS_TIMEOUT_S, must not end a
+    measurement.
+    """
 
     async def ask(server: FleetServer) -> Status | None:
         try:
@@ -502,12 +520,18 @@ async def ask_all(servers: Iterable[FleetServer]) -> dict[FleetServer, Status]:
             return None
 
     servers = list(servers)
-    answers = await asyncio.gather(*map(ask, servers))
-    return {
-        server: status
-        for server, status in zip(servers, answers, strict=True)
-        if status is not None
-    }
+    pause_s, until_s = 0.05, time.monotonic() + patience_s
+    while True:
+        answers = await asyncio.gather(*map(ask, servers))
+        found = {
+            server: status
+            for server, status in zip(servers, answers, strict=True)
+            if status is not None
+        }
+        if needed is None or needed in found or time.monotonic() + pause_s > until_s:
+            return found
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, 5.0)
 
 
 async def ask_drafting(servers: Iterable[FleetServer]) -> Counter[Drafting]:
@@ -543,7 +567,8 @@ def make_client(url: str) -> httpx.AsyncClient:
 
     A proxy would see the token, and could not reach the pods.
     """
-    return httpx.AsyncClient(verify=load_certificates(url), trust_env=False)
+    limits = httpx.Limits(keepalive_expiry=KEEP_ALIVE_S)
+    return httpx.AsyncClient(verify=load_certificates(url), trust_env=False, limits=limits)
 
 
 @asynccontextmanager
@@ -691,13 +716,26 @@ class Window:
     for all of them.
     """
 
-    def __init__(self, first: dict[FleetServer, Status]) -> None:
-        self._first = first
+    def __init__(
+        self,
+        first: dict[FleetServer, Status],
+        needed: FleetServer | None = None,
+        patience_s: float = 0.0,
+    ) -> None:
+        self._first, self._needed, self._patience_s = first, needed, patience_s
 
     @classmethod
-    async def open(cls, servers: Iterable[FleetServer]) -> Window:
-        """Open a window over the servers that answer."""
-        return cls(await ask_all(servers))
+    async def open(
+        cls,
+        servers: Iterable[FleetServer],
+        needed: FleetServer | None = None,
+        patience_s: float = 0.0,
+    ) -> Window:
+        """Open a window over the servers that answer.
+
+        `needed` and `patience_s` are those of `ask_all`, also for each `read`.
+        """
+        return cls(await ask_all(servers, needed, patience_s), needed, patience_s)
 
     @property
     def targets(self) -> set[str | None]:
@@ -714,7 +752,7 @@ class Window:
 
         Servers that restarted or swapped since then are left out.
         """
-        readings = await ask_all(self._first)
+        readings = await ask_all(self._first, self._needed, self._patience_s)
         counted = {}
         for server, now in readings.items():
             first = self._first[server]

@@ -42,8 +42,8 @@ class Observation:
     lost: Counter[str] = field(default_factory=Counter)
     """Records lost since the previous poll, by reason."""
     is_alarming: bool | None = None
-    """Whether almost no tokens were accepted over ALARM_DRAFTS drafts; None until that many have
-    been counted.
+    """Whether almost no tokens were accepted over ALARM_DRAFTS drafts; False after a swap or a
+    restart, and then None until that many drafts have been counted.
     """
 
 
@@ -133,7 +133,7 @@ class Watch:
             lost=_count_lost(last, status),
             is_alarming=is_alarming(window)
             if window and window.num_drafts >= ALARM_DRAFTS
-            else None,
+            else (None if is_same else False),
         )
 
 
@@ -153,17 +153,9 @@ class JournaledServer(FleetServer):
     journal: Journal = field(repr=False, compare=False)
     seen: str | None = field(default=None, repr=False, compare=False)
     """The last version seen on the server."""
-    answered_s: float = field(
-        default_factory=time.monotonic, repr=False, compare=False, kw_only=True
-    )
 
     async def status(self) -> Status:
-        try:
-            status = await super().status()
-        except RefusedError:
-            self.answered_s = time.monotonic()
-            raise
-        self.answered_s = time.monotonic()
+        status = await super().status()
         self.seen = status.draft_version
         return status
 

@@ -592,6 +592,53 @@ async def test_a_canary_that_restarts_in_its_warm_up_has_not_passed():
         assert "restarted" in outcome.reason
 
 
+@pytest.mark.parametrize("count", [1, 3])
+@in_event_loop
+async def test_lost_answers_of_a_canary_end_no_rollout(count):
+    """The next answer covers the same time, also where a lone server is measured beforehand."""
+    fakes = [FakeServer(Traffic(drafts_per_reading=60)) for _ in range(count)]
+    async with running(*fakes) as servers:
+        rollout = asyncio.ensure_future(try_canary(servers, NEW, OLD, QUICK))
+        for version in [NEW] if count > 1 else [OLD, NEW]:
+            await until(lambda version=version: fakes[0].version == version, rollout)
+            for answers in ({}, {"/redraft/status": b"half an answ"}, {}):
+                fakes[0].answers, num_asked = answers, len(fakes[0].asked)
+                await until(lambda n=num_asked: len(fakes[0].asked) > n + 2, rollout)
+        outcome = await rollout
+        assert outcome.passed, outcome.reason
+        assert fakes[0].swaps == [NEW]
+
+
+@in_event_loop
+async def test_a_canary_that_falls_silent_fails():
+    fakes = [FakeServer(Traffic(drafts_per_reading=20)) for _ in range(3)]
+    async with running(*fakes) as servers:
+        policy = replace(IMPATIENT, window_timeout_s=60)
+        rollout = asyncio.ensure_future(try_canary(servers, NEW, OLD, policy))
+        await until(lambda: fakes[0].version == NEW, rollout)
+        num_asked = len(fakes[0].asked)
+        await until(lambda: len(fakes[0].asked) > num_asked + 2, rollout)  # it is being measured
+        fakes[0].stop()
+        outcome = await rollout
+        assert "stopped answering" in outcome.reason
+        assert list(outcome.absent) == [fakes[0].url]
+
+
+@in_event_loop
+async def test_a_control_server_that_restarts_in_the_warm_up_is_no_control():
+    """It has the draft of its start again, next to which a worse candidate looks better."""
+    fakes = [FakeServer(Traffic()) for _ in range(2)]
+    async with running(*fakes) as servers:
+        policy = replace(QUICK, warm_up_s=1, window_timeout_s=1)
+        rollout = asyncio.ensure_future(try_canary(servers, "worse", OLD, policy))
+        await until(lambda: fakes[0].version == "worse" and fakes[0].asked[-1] == "/redraft/status")
+        fakes[1].started_with = "bad"
+        await fakes[1].restart()
+        outcome = await rollout
+        assert outcome.is_inconclusive, outcome.reason
+        assert {fake.version for fake in fakes} == {OLD}
+
+
 @in_event_loop
 async def test_a_restarted_control_server_is_left_out_of_the_window():
     fakes = [FakeServer(Traffic()) for _ in range(3)]
@@ -716,12 +763,27 @@ async def test_a_member_that_has_long_been_gone_holds_up_no_rollout(tmp_path, pa
 
 
 @in_event_loop
+async def test_servers_that_were_gone_before_the_waves_do_not_end_a_rollout():
+    """Three of ten are more than a draft may take down."""
+    fakes = [FakeServer(Traffic()) for _ in range(10)]
+    async with running(*fakes) as servers:
+        for fake, server in zip(fakes[7:], servers[7:], strict=True):
+            fake.stop()
+            server.answered_s -= 31
+        outcome = await roll_out(servers, NEW)
+        assert outcome.passed, outcome.reason
+        assert set(outcome.absent) == {fake.url for fake in fakes[7:]}
+        assert {fake.version for fake in fakes[:7]} == {NEW}
+
+
+@in_event_loop
 async def test_a_fleet_that_falls_silent_is_not_rolled_on():
     fakes = [FakeServer(Traffic()) for _ in range(8)]
     async with running(*fakes) as servers:
         assert (await try_canary(servers, NEW, OLD, QUICK)).passed
-        for fake in fakes[4:]:
+        for fake, server in zip(fakes[4:], servers[4:], strict=True):
             fake.stop()
+            server.answered_s = time.monotonic()
         outcome = await roll_waves(servers, NEW, OLD, IMPATIENT)
         assert not outcome.passed
         assert "gone" in outcome.reason

@@ -95,6 +95,34 @@ async def test_looks_at_the_others_return_after_the_patience_and_count_every_dra
 
 
 @in_event_loop
+async def test_a_connection_that_the_server_may_be_closing_is_not_used_again(monkeypatch):
+    monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.05, raising=False)
+    fake = FakeServer(Traffic())
+    async with running(fake) as servers:
+        await servers[0].status()
+        (first,) = fake._connections
+        await asyncio.sleep(0.1)
+        await servers[0].status()
+        assert any(one is not first for one in fake._connections)
+
+
+@in_event_loop
+async def test_another_draft_ends_an_alarm_also_where_the_server_drafts_no_more():
+    fake = FakeServer(Traffic(), started_with="bad")
+    async with running(fake) as servers:
+        watch = Watch(servers)
+
+        async def alarm():
+            (observation,) = await watch.look()
+            return observation.is_alarming
+
+        assert [await alarm(), await alarm()] == [None, True]
+        fake.version, fake.drafting = OLD, {"pace": {"line": "pace 0"}}
+        assert [await alarm(), await alarm()] == [False, None]
+        await watch.aclose()
+
+
+@in_event_loop
 async def test_a_server_that_hangs_on_has_one_reason(deadlines):
     fake = FakeServer(Traffic(), trouble={STATUS: "hang"})
     async with running(fake) as servers:
