@@ -90,9 +90,12 @@ class Account:
             self.fault(what, reason, detail)
 
     def end_faults(self, *names: str, detail: str | None = None) -> None:
-        """Clear the named faults, so that they are reported again if they recur."""
+        """Clear the named faults, so that they are reported again if they recur.
+
+        Without names, all faults with this detail are cleared.
+        """
         for what, its in list(self._faults):
-            if what in names and detail in (None, its):
+            if (not names or what in names) and detail in (None, its):
                 del self._faults[what, its]
 
     def remind(self) -> None:

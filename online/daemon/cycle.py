@@ -89,8 +89,8 @@ class Cycle:
         self._thread = ThreadPoolExecutor(1, "trainer")
         self.sleeper = Sleeper(cfg, self.judge, account)
         self._num_without_gain = 0
-        """Number of candidates without a gain since the last promotion or sleep. At `patience`,
-        BEGIN_AGAIN is posted.
+        """Number of candidates without a gain since the last promotion, sleep or rollout without a
+        result. At `patience`, BEGIN_AGAIN is posted.
         """
         self._phases: dict[Phase, Callable[[], Awaitable[Move | None]]] = {
             Phase.IDLE: self._idle,
@@ -274,7 +274,6 @@ class Cycle:
         ):  # saved with the event, so that a kill before it repeats the same comparison
             self.saved.state = replace(self.state, num_looks=self.state.num_looks + 1)
         if verdict.decision is Decision.PROMOTE:
-            self._num_without_gain = 0
             return Move(Event.PROMOTED, reason=verdict.reason)
         if verdict.overall is not None:
             staleness = await self.in_thread(
@@ -318,10 +317,13 @@ class Cycle:
             return self._end_rollout(event, outcome)
         try:
             # Promoted last: until then, `current` names the version to return to after a failure.
-            await self._until_written(lambda: asyncio.to_thread(self.registry.promote, version))
-        # The version was damaged after the servers read it.
-        except (FileNotFoundError, ValueError) as error:
+            await self._until_written(
+                lambda: asyncio.to_thread(self.registry.promote, version), unless=Event.RECALLED
+            )
+        # The version was damaged after the servers read it, or a recall ended the wait for a disk.
+        except (OSError, ValueError) as error:
             return self._end_rollout(Event.ROLLED_BACK, await self.rollouts.take_back(str(error)))
+        self._num_without_gain = 0
         await self.rollouts.prune()
         if self.state.is_by_person:
             await self.rollouts.leave_training()
@@ -354,12 +356,15 @@ class Cycle:
         except OSError as error:
             self.account.disk_fault(error)
 
-    async def _until_written(self, work: Callable[[], Awaitable[T]]) -> T:
+    async def _until_written(
+        self, work: Callable[[], Awaitable[T]], unless: Event | None = None
+    ) -> T:
         """Return the result of `work`, repeated while a disk cannot be written.
 
         Raises:
             FileNotFoundError, ValueError, NotFiniteError: if `work` raises it, because waiting
                 would not help.
+            OSError: the disk cannot be written, and the event `unless` waits in the inbox.
         """
         told = ""
         try:
@@ -370,6 +375,8 @@ class Cycle:
                 except FileNotFoundError:
                     raise
                 except OSError as error:
+                    if unless and unless in self.inbox:
+                        raise
                     # The first error stays the reason, because later ones may name other files.
                     told = told or str(error)
                     self.account.begin_fault(name_disk_fault(error), CYCLE, told)
@@ -430,9 +437,12 @@ class Cycle:
             return False
 
     def _end_rollout(self, event: Event, outcome: Outcome) -> Move:
-        # An inconclusive result from light traffic is no evidence about the training.
-        if event is not Event.INCONCLUSIVE:
-            self._count_without_gain()
+        # A version that a user chose is no evidence about the training.
+        if not self.state.is_by_person:
+            if event is Event.INCONCLUSIVE:  # only the gate has a result: a proven gain
+                self._num_without_gain = 0
+            else:
+                self._count_without_gain()
         self.rollouts.answer_swap(outcome)
         return Move(event, reason=outcome.reason)
 

@@ -10,6 +10,7 @@ It learns from the traffic of a fleet of vLLM servers and keeps the draft up to 
     ingest    spool files, or the log      a record                  nothing; a full disk pauses it
     cycle     records of the buffer        enough new records        a person, a new target (`online.daemon.cycle`)
     watch     status, counters             `fleet.poll_s`            nothing
+    buffer    ages and sizes of records    `fleet.poll_s`            nothing
     alarm     a report of the watch        a version to compare      nothing (`online.daemon.alarm`)
     control   requests of a person         a connection              nothing
 
@@ -192,9 +193,8 @@ class Learner:
         lost.
         """
         first_s = time.monotonic()
-        await (
-            self._look()
-        )  # check before training, because the servers may serve a different target
+        await self._look()  # before training, because the servers may serve a different target
+        await self._journal_buffer()
         async with (
             aclosing(self.watch),
             control.serve(self.cfg.folder, self.answer),
@@ -203,6 +203,7 @@ class Learner:
             tasks.create_task(self.cycle.run())
             tasks.create_task(self._ingest())
             tasks.create_task(self._watch(first_s))
+            tasks.create_task(self._tend_buffer())
             tasks.create_task(self.alarm.run())
             if not self.trainer.ranks.is_alone:
                 tasks.create_task(self._keep_ranks_awake())
@@ -248,13 +249,10 @@ class Learner:
             await asyncio.sleep(next_s - time.monotonic())
             with self.guard.round("watch"):
                 await self._look()
-            with self.guard.round("expiry"):
-                await asyncio.to_thread(self.buffer.expire, self.clock.now_s())
 
     async def _look(self) -> None:
         await self._find_servers()
         observed = await self.watch.look()
-        await asyncio.to_thread(self.buffer.refresh_names)
         self._journal_observations(observed)
         problem = self._find_foreign_target(observed)
         # Reported even if empty, because an empty finding ends a halt or withdraws a pending one.
@@ -300,7 +298,8 @@ class Learner:
             return
         known = set(self.members.servers)
         for server in self.members.update(found):
-            self.account.end_faults(*SERVER_FAULTS, "server_behind", detail=server.url)
+            # All of them, because a restarted pod has a new address.
+            self.account.end_faults(detail=server.url)
             self.rollouts.reconciler.forget(server)
             self.account.journal.write(ServerEntry(server=server.url, change="left"))
             await server.http.aclose()
@@ -373,7 +372,6 @@ class Learner:
         for (domain, version), count in accepted.items():
             self.account.acceptance(count, version, domain=domain)
         self.account.remind()
-        self._journal_buffer()
 
     def _report_off(self, what: str, url: str, problem: str, reason: str) -> None:
         if reason:
@@ -381,32 +379,53 @@ class Learner:
         else:
             self.account.end_faults(what, detail=url)
 
-    def _journal_buffer(self) -> None:
+    # -----------------------------------------------------------------------------------------------
+    # the buffer
+
+    async def _tend_buffer(self) -> None:
+        """Expire records, and report the buffer's contents.
+
+        This is a task of its own, because the buffer may be locked for minutes while it rewrites a
+        file, and the watch must not wait for that.
+        """
+        while True:
+            await asyncio.sleep(self.cfg.fleet.poll_s)
+            with self.guard.round("expiry"):
+                await asyncio.to_thread(self.buffer.expire, self.clock.now_s())
+            with self.guard.round("buffer"):
+                await self._journal_buffer()
+
+    async def _journal_buffer(self) -> None:
         while self.buffer.damage:
             self.account.fault("buffer_damaged", self.buffer.damage.pop(0))
         while (stream := self._reach.stream) is not None and stream.faults:
             name, reason = stream.faults.pop(0)
             self._report_off(name, "log", hide_credentials(stream.ingest), reason)
-        status, now_s = self.buffer.status(), self.clock.now_s()
+        now_s = self.clock.now_s()
         if self.clock.problem:
             self.account.begin_fault("clock_jumped", "wall", self.clock.problem)
         else:
             self.account.end_faults("clock_jumped")
-        untrained = self.trainer.oldest_untrained()
-        self.account.journal.write(
-            BufferEntry(
-                records=sum(status.num_training.values()),
-                bytes=status.num_bytes,
-                max_bytes=self.buffer.config.max_bytes,
-                held_out=sum(status.num_held_out.values()),
-                dropped={
-                    **{name: count for name, count in status.counts.items() if name != "stored"},
-                    **self._lost,
-                },
-                oldest_s=None if status.oldest_s is None else now_s - status.oldest_s,
-                lag_s=max(0.0, now_s - untrained.time_s) if untrained else None,
-                lag_records=self.trainer.lag(),
-            )
+        # In a thread, so that the event loop does not wait for the buffer's lock: a liveness probe
+        # that gets no metrics in the meantime would kill the learner.
+        found = await asyncio.to_thread(self._describe_buffer, now_s, dict(self._lost))
+        self.account.journal.write(found)
+
+    def _describe_buffer(self, now_s: float, lost: Mapping[str, int]) -> BufferEntry:
+        self.buffer.refresh_names()
+        status, untrained = self.buffer.status(), self.trainer.oldest_untrained()
+        return BufferEntry(
+            records=sum(status.num_training.values()),
+            bytes=status.num_bytes,
+            max_bytes=self.buffer.config.max_bytes,
+            held_out=sum(status.num_held_out.values()),
+            dropped={
+                **{name: count for name, count in status.counts.items() if name != "stored"},
+                **lost,
+            },
+            oldest_s=None if status.oldest_s is None else now_s - status.oldest_s,
+            lag_s=max(0.0, now_s - untrained.time_s) if untrained else None,
+            lag_records=self.trainer.lag(),
         )
 
     async def _keep_ranks_awake(self) -> None:

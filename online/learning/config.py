@@ -77,9 +77,9 @@ class Training:
     gradient.
     """
     patience: int = 3
-    """Number of candidates that are rejected, or do not seem to gain `gate.min_gain`, before
-    training restarts from the served version, after a sleep if `sleep.enabled`. A promotion resets
-    the count.
+    """Number of candidates that are rejected, fail in the canary, or do not seem to gain
+    `gate.min_gain`, before training restarts from the served version, after a sleep if
+    `sleep.enabled`. A promotion resets the count.
     """
     save_every_s: float = 600
     """Seconds between checkpoints while a candidate is trained. There is always a checkpoint at the

@@ -79,7 +79,7 @@ class Reach:
         """
         # This comes before the deletion, because afterwards it is unknown when the first record
         # arrived.
-        found = self.buffer.find_tenant(tenant)
+        found = await asyncio.to_thread(self.buffer.find_tenant, tenant)
         num_deleted = await asyncio.to_thread(self.buffer.delete_tenant, tenant, self.now_s())
         # This comes after `delete_tenant`, which has listed the tenant, so that the buffer drops
         # every record of the tenant.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import re
@@ -10,7 +11,7 @@ import shutil
 import signal
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from benchmarks.soak import poison
 from redraft.files.artifact import verify
 from redraft.files.folder import fingerprint
 from redraft.files.lock import AlreadyOwnedError, own
-from redraft.online.daemon import control, rollouts
+from redraft.online.daemon import control, cycle, rollouts
 from redraft.online.daemon.inbox import Inbox
 from redraft.online.daemon.judging import choose_judging
 from redraft.online.daemon.learner import run
@@ -37,6 +38,7 @@ from redraft.online.fleet.discovery import FleetConfig
 from redraft.online.fleet.registry import Registry
 from redraft.online.fleet.rollout import Outcome
 from redraft.online.fleet.server import Drafting
+from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.config import Judging
 from redraft.online.learning.forget import Forgotten
 from redraft.online.learning.gate import Decision
@@ -234,6 +236,22 @@ def test_a_draft_that_gains_nothing_is_rejected_and_training_begins_again(world,
     assert load(world.root / "learner" / "state.json").num_looks == len(looks) > 0
 
 
+def test_canaries_that_are_worse_again_and_again_end_a_training_that_passes_the_gate(
+    world, records
+):
+    world.traffic.tau = defaultdict(lambda: 1.5, {"start": 2.0, "v000001": 2.0})
+    training = replace(world.config().training, records_per_candidate=16, patience=2)
+
+    async def script(task):
+        ship(world.spool, records[:300])
+        await until(lambda: "begins again" in str(world.entries("state")), task)
+
+    play(world, script, training=training, gate=ANYTHING)
+    assert {entry.verdict for entry in world.entries("gate")} == {"promote"}
+    assert sum(entry.outcome == "rolled_back" for entry in world.entries("swap")) >= 2
+    assert world.registry.current() == "v000001"
+
+
 def test_a_loss_that_is_not_finite_is_never_saved(world, records):
     training = world.config().training
     wild = {**vars(training), "lr": 1e30, "max_grad_norm": 1e30, "warmup_steps": 1}
@@ -421,6 +439,32 @@ def test_what_servers_lose_before_the_spool_is_counted_since_the_learner_began(w
     play(world, script)
 
 
+def test_a_buffer_that_is_locked_holds_up_neither_answers_nor_the_watch(world, monkeypatch):
+    """A file that is rewritten without a tenant's excess locks it for as long as the disk takes."""
+    read, is_free, waits = Buffer.status, threading.Event(), []
+
+    def wait_and_read(buffer):
+        waits.append(is_free.wait(30))
+        return read(buffer)
+
+    async def script(task):
+        await until(lambda: world.entries("buffer"), task)
+        monkeypatch.setattr(Buffer, "status", wait_and_read)
+        try:
+            for fake in world.fakes:
+                fake.asked.clear()
+            await until(lambda: all(len(fake.asked) > 8 for fake in world.fakes), task)
+            folder = world.root / "learner"
+            assert (await control.ask(folder, control.Standing, do="status")).current == "v000001"
+            assert not waits
+        finally:
+            is_free.set()
+        await until(lambda: waits, task)
+
+    play(world, script)
+    assert all(waits)
+
+
 # --- the fleet
 
 
@@ -586,6 +630,28 @@ def test_a_recall_that_comes_too_late_goes_back_behind_the_rollout_and_recalls_n
         assert [fake.version for fake in world.fakes] == ["v000001", "v000001"]
         reply = await control.ask(learner, Outcome, do="swap", version="v000002")
         assert reply.passed, reply
+
+    play(world, script)
+
+
+def test_a_rollout_that_waits_for_a_full_disk_can_be_recalled(world, records, monkeypatch):
+    promote = Registry.promote
+
+    def find_no_space(registry, version):
+        if version != "v000001":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        promote(registry, version)
+
+    monkeypatch.setattr(Registry, "promote", find_no_space)
+    monkeypatch.setattr(cycle, "DISK_RETRY_S", 0.1)
+
+    async def script(task):
+        ship(world.spool, records[:300])
+        await until(lambda: "disk_full" in faults(world), task)
+        assert [fake.version for fake in world.fakes] == ["v000002", "v000002"]
+        back = control.ask(world.root / "learner", control.WentBack, do="rollback")
+        assert await asyncio.wait_for(back, 60) == control.WentBack(version="v000001")
+        assert [fake.version for fake in world.fakes] == ["v000001", "v000001"]
 
     play(world, script)
 

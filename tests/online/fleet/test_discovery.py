@@ -8,11 +8,13 @@ import re
 import shutil
 import socket
 
+import httpx
 import pytest
 from fake_fleet import TOKEN, FakeServer, running
 from learner_world import World, make_draft
 from waiting import until
 
+from redraft.engine.process import free_port
 from redraft.files.folder import fingerprint
 from redraft.online.fleet.discovery import (
     FleetConfig,
@@ -22,6 +24,7 @@ from redraft.online.fleet.discovery import (
     resolve_addresses,
 )
 from redraft.online.fleet.server import FleetServer
+from redraft.online.page.config import Page
 
 
 @pytest.fixture(autouse=True)
@@ -186,6 +189,31 @@ def test_a_learner_brings_late_joiners_along_reports_laggards_and_leaves_others_
                 known = [(fake.url, "joined") for fake in world.fakes]
                 assert changes == [*known, (late.url, "joined"), (late.url, "left")]
         assert (other.version, other.swaps) == ("start", [])
+
+    asyncio.run(main())
+
+
+def test_the_faults_of_a_server_that_has_left_end(world, tmp_path):
+    """A restarted pod has a new address, so nobody could end those of the old one."""
+    path, port = tmp_path / "fleet.toml", free_port()
+    its = {"capture_off", "swap_off", "server_note"}
+    world.fakes[1].drafting = {"capture_off": "no room", "swap_off": "no draft", "notes": ["flag"]}
+
+    async def main():
+        async with world.fleet(), httpx.AsyncClient() as http:
+            write_fleet(path, *(fake.url for fake in world.fakes))
+            fleet, page = FleetConfig(file=path, poll_s=0.1), Page(port=port)
+            async with world.learner(fleet=fleet, page=page) as task:
+
+                async def current():
+                    metrics = (await http.get(f"http://127.0.0.1:{port}/metrics")).text
+                    return set(re.findall(r'redraft_current_faults\{what="(\w+)"\} 1\.0', metrics))
+
+                await until(lambda: faults(world, "server_note"), task)
+                assert await current() >= its
+                write_fleet(path, world.fakes[0].url)
+                await until(lambda: world.entries("server")[-1].change == "left", task)
+                assert not await current() & its
 
     asyncio.run(main())
 
