@@ -22,6 +22,9 @@ from redraft.online.learning.gate import Decision
 
 SOCKET = "control.sock"
 
+MAX_REPLY_BYTES = 16 << 20
+"""Maximum size of a reply. It may quote an error of every server of a large fleet."""
+
 Answer = Callable[[dict[str, Any]], Awaitable[object]]
 
 T = TypeVar("T")
@@ -106,7 +109,7 @@ async def ask(folder: Path, answer: type[T], **request: Any) -> T:
     """
     try:
         with _short_path(folder) as path:
-            reader, writer = await asyncio.open_unix_connection(path)
+            reader, writer = await asyncio.open_unix_connection(path, limit=MAX_REPLY_BYTES)
     except OSError as error:
         raise NoLearnerError(f"no learner runs on {folder}") from error
     try:

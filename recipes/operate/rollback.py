@@ -68,7 +68,11 @@ async def roll_back(cfg: LearnerConfig, to: str = "") -> str:
         async with connected(await discover(cfg.fleet), registry) as servers:
             result = await converge(servers, version, cfg.rollout.rollback_timeout_s)
     if not result.is_complete:
-        raise ConnectionError(f"{version} is current, but: {result}")
+        # Without --to, the same command would go back by one more version.
+        raise ConnectionError(
+            f"{version} is current, but not all servers serve it: {result}. To try again, add "
+            f"--to {version} to the command"
+        )
     return version
 
 

@@ -4,10 +4,11 @@
 
 One server receives the version first and is compared with the others. If its acceptance is lower,
 all servers return to the current version. A running learner does the work after its current task;
-without one, this command does it.
+without one, this command does it, and Ctrl-C returns all servers to the current version.
 """
 
 import asyncio
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +20,7 @@ from redraft.online.daemon.config import LearnerConfig, load_config
 from redraft.online.fleet.discovery import discover
 from redraft.online.fleet.registry import Registry
 from redraft.online.fleet.rollout import Outcome, roll_waves, try_canary
-from redraft.online.fleet.server import connected
+from redraft.online.fleet.server import connected, converge
 from redraft.recipes.operate.rollback import leave_training
 
 
@@ -66,13 +67,19 @@ async def roll_out(cfg: LearnerConfig, version: str) -> Outcome:
                 f"{cfg.registry} has no current version to return to: start the learner once"
             )
         async with connected(await discover(cfg.fleet), registry) as servers:
-            outcome = await try_canary(servers, version, incumbent, cfg.rollout)
-            if outcome.passed:
-                outcome = await roll_waves(servers, version, incumbent, cfg.rollout)
-        if outcome.passed:
-            # The draft in training does not descend from this version.
-            leave_training(cfg)
-            # Do this last: if this process is killed before, the incumbent is still current, and
-            # the learner restores it everywhere.
-            registry.promote(version)
+            try:
+                outcome = await try_canary(servers, version, incumbent, cfg.rollout)
+                if outcome.passed:
+                    outcome = await roll_waves(servers, version, incumbent, cfg.rollout)
+                if outcome.passed:
+                    # The draft in training does not descend from this version.
+                    leave_training(cfg)
+                    # Do this last: if this process is killed before, the incumbent is still
+                    # current, and the learner restores it everywhere.
+                    registry.promote(version)
+            except BaseException:  # e.g. Ctrl-C: without a learner, nothing else reverts the swaps
+                current = registry.current() or incumbent
+                print(f"all servers return to {current}", file=sys.stderr)
+                await converge(servers, current, cfg.rollout.rollback_timeout_s)
+                raise
     return outcome

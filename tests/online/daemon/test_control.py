@@ -48,6 +48,18 @@ async def test_a_reply_is_printable(tmp_path: Path) -> None:
             await control.ask(tmp_path, control.WentBack, do="swap")
 
 
+@in_event_loop
+async def test_a_reply_about_a_large_fleet_arrives_whole(tmp_path: Path) -> None:
+    behind = "; ".join(f"http://10.0.{i // 250}.{i % 250}:8000 {'x' * 200}" for i in range(1000))
+
+    async def go_back(request: dict[str, Any]) -> object:
+        return control.WentBack(version="v000001", behind=behind)
+
+    async with control.serve(tmp_path, go_back):
+        back = await control.ask(tmp_path, control.WentBack, do="rollback")
+    assert back.behind == behind
+
+
 @pytest.mark.parametrize("nested", ["a = " + "[" * 100_000, "target = " + "[" * 200 + "]" * 200])
 def test_settings_that_are_nested_deep_are_refused_in_a_line(tmp_path: Path, nested: str) -> None:
     path = tmp_path / "learner.toml"

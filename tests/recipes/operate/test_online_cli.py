@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import shutil
 from dataclasses import replace
 
 import pytest
 from fake_fleet import TOKEN
-from learner_world import World, make_draft
+from learner_world import QUICK, World, make_draft
 from waiting import until
 
 from redraft.files.folder import fingerprint
@@ -16,6 +17,7 @@ from redraft.files.lock import AlreadyOwnedError
 from redraft.online.daemon import control
 from redraft.online.daemon.config import load_config
 from redraft.online.daemon.state import Phase, State, load, save
+from redraft.online.fleet.registry import Registry
 from redraft.recipes.cli.run import dispatch
 from redraft.recipes.operate import forget, rollback, swap, versions
 
@@ -164,6 +166,49 @@ def test_without_a_learner_the_command_itself_goes_by_way_of_the_canary(world):
             assert lines[0].startswith("no learner runs on")
             assert lines[1] == f"{world.fakes[0].url}: v000001"
             assert "does not answer" in lines[2]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("trouble", ["Ctrl-C", "a full disk"])
+def test_without_a_learner_a_swap_that_is_cut_short_leaves_no_server_on_the_candidate(
+    trouble, world, monkeypatch
+):
+    async def main():
+        async with world.fleet():
+            world.registry.promote(publish(world))
+            candidate = publish(world)
+            policy = replace(QUICK, window_timeout_s=300)
+            if trouble == "Ctrl-C":  # the comparison does not end by itself
+                policy = replace(policy, min_drafts=10**9)
+            else:
+                monkeypatch.setattr(Registry, "promote", find_no_space)
+            rollout = asyncio.ensure_future(swap.roll_out(world.config(rollout=policy), candidate))
+            if trouble == "Ctrl-C":
+                await until(lambda: world.fakes[0].version == candidate)
+                rollout.cancel()
+            with pytest.raises((asyncio.CancelledError, OSError)):
+                await rollout
+            assert world.fakes[0].swaps[-2:] == [candidate, "v000001"]
+            assert [fake.version for fake in world.fakes] == ["v000001", "v000001"]
+
+    def find_no_space(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    asyncio.run(main())
+
+
+def test_without_a_learner_a_rollback_that_missed_a_server_is_repeated_and_goes_no_further(world):
+    async def main():
+        async with world.fleet():
+            for _ in range(3):
+                world.registry.promote(publish(world))
+            world.fakes[1].stop()
+            with pytest.raises(ConnectionError, match=r"v000002 is current.*--to v000002"):
+                await rollback.roll_back(world.config())
+            await world.fakes[1].start()
+            assert await rollback.roll_back(world.config(), "v000002") == "v000002"
+            assert [fake.version for fake in world.fakes] == ["v000002", "v000002"]
 
     asyncio.run(main())
 
