@@ -31,7 +31,7 @@ from redraft.online.page.headline import (
     count_shown,
     find_served_draft,
 )
-from redraft.online.page.history import E, History
+from redraft.online.page.history import DONE, E, History
 
 MAX_POINTS = 180  # Maximum number of points in a server's curve.
 # Maximum number of points in a domain's curve; there are few captured requests, so buckets are
@@ -150,7 +150,7 @@ def build_overview(history: History, now_s: float, range_s: float = 0) -> Overvi
         training=_thin(history.select(TrainingEntry, begin_s), width_s),
         gates=history.select(GateEntry)[-12:][::-1],
         staleness=staleness,
-        swaps=_drop_repeats(swaps)[-30:][::-1],
+        swaps=swaps[-30:][::-1],
         faults=_list_faults(history.select(FaultEntry), now_s),
     )
 
@@ -211,30 +211,12 @@ def find_marks(swaps: Sequence[SwapEntry]) -> list[Mark]:
     """
     found: list[Mark] = []
     for swap in swaps:
-        if swap.outcome not in ("swapped", "rolled_back"):
+        if swap.outcome not in DONE:
             continue
         is_rollback = swap.outcome == "rolled_back"
         if not found or (found[-1].version, found[-1].is_rollback) != (swap.version, is_rollback):
             found.append(Mark(time_s=swap.time_s, version=swap.version, is_rollback=is_rollback))
     return found
-
-
-def _drop_repeats(swaps: Sequence[SwapEntry]) -> list[SwapEntry]:
-    """Keep only the last of consecutive failed attempts.
-
-    An unreachable server is retried every few seconds.
-    """
-    kept: dict[tuple[str, str, str, int], SwapEntry] = {}
-    successes = Counter[str]()
-    for swap in swaps:
-        successes[swap.server] += swap.outcome in ("swapped", "rolled_back")
-        # The number of successes so far separates failures before and after a success.
-        key = (swap.server, swap.version, swap.outcome, successes[swap.server])
-        # Without this, the repeated attempt would appear at the first one's position, because a
-        # dict keeps a key's position.
-        kept.pop(key, None)
-        kept[key] = swap
-    return list(kept.values())
 
 
 def _list_faults(faults: Sequence[FaultEntry], now_s: float) -> list[FaultEntry]:

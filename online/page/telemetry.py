@@ -211,8 +211,8 @@ class Telemetry:
         self._alpha.set(_to_number(entry.alpha))
         self._alpha_greedy.set(_to_number(entry.alpha_greedy))
         self._speed.set(_to_number(entry.tokens_per_s))
-        self._advance(self._seen, "seen", entry.records_seen)
-        self._advance(self._skipped, "skipped", entry.skipped)
+        self._advance(self._seen, "seen", entry.records_seen, is_saved=True)
+        self._advance(self._skipped, "skipped", entry.skipped, is_saved=True)
 
     @_take.register
     def _(self, entry: GateEntry) -> None:
@@ -265,9 +265,13 @@ class Telemetry:
             values.add(value)
         return value if value in values else "other"
 
-    def _advance(self, counter: Counter, key: str, total: float) -> None:
-        """Raise a counter to the journal's total. A lower total means a restart from 0."""
-        before = self._totals.get(key, 0)
+    def _advance(self, counter: Counter, key: str, total: float, *, is_saved: bool = False) -> None:
+        """Raise a counter to the journal's total. A lower total means a restart from 0.
+
+        Checkpoints contain a total that `is_saved`. Its first value counts as 0, because Prometheus
+        would otherwise see a jump from 0 to this value at each start of the learner.
+        """
+        before = self._totals.get(key, total if is_saved else 0)
         counter.inc(total - before if total >= before else total)
         self._totals[key] = total
 

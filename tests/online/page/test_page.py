@@ -343,6 +343,24 @@ def test_attempts_that_fail_again_and_again_are_one_line(tmp_path: Path):
     ]  # fmt: skip
 
 
+def test_a_server_that_refuses_for_days_displaces_no_other_swap_or_fault(tmp_path: Path):
+    journal, clock = make_empty(tmp_path)
+    accept(journal, "v000001", 1000, 2.0)
+    swap(journal, "v000002", "v000001")
+    accept(journal, "v000002", 1000, 1.02, pace="pace auto: 3 tokens at 1")
+    for _ in range(6000):
+        swap(journal, "v000002", "v000001", "refused", SERVERS[1])
+    journal.write(FaultEntry(what="registry_damaged", reason="v000003 is damaged"))
+    for number in range(300):
+        reason = f"status 503, request {number}"
+        journal.write(FaultEntry(what="server_refuses", detail=SERVERS[1], reason=reason))
+    found = look(journal, clock.now_s)
+    assert [entry.outcome for entry in found.swaps] == ["refused", "swapped"]
+    assert [mark.version for mark in found.marks] == ["v000002"]
+    assert found.headline.tone == "bad", "a version that replaced another one is no new head"
+    assert [fault.what for fault in found.faults] == ["server_refuses", "registry_damaged"]
+
+
 def test_positions_show_the_version_served_and_the_one_before(tmp_path: Path):
     journal, clock = make_empty(tmp_path)
     accept(journal, "v000001", 10, 1.9, accepted_at=[6, 3])

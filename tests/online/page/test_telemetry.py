@@ -177,8 +177,18 @@ def test_totals_count_on_when_they_start_over(tmp_path: Path):
         journal.write(BufferEntry(records=1, bytes=1, held_out=0, dropped={"corrupt": total}))
         journal.write(TrainingEntry(step=1, loss=1.0, records_seen=10 * total, skipped=total))
     assert value(telemetry, "redraft_dropped_records_total", reason="corrupt") == 7
-    assert value(telemetry, "redraft_trained_records_total") == 70
-    assert value(telemetry, "redraft_skipped_records_total") == 7
+    assert value(telemetry, "redraft_trained_records_total") == 40
+    assert value(telemetry, "redraft_skipped_records_total") == 4
+
+
+def test_what_a_learner_skipped_before_its_restart_is_no_increase_after_it(tmp_path: Path):
+    """Otherwise, each restart would look as if training were slower than traffic."""
+    journal, telemetry = make_observed(tmp_path)
+    assert value(telemetry, "redraft_skipped_records_total") == 0
+    for records in (100_004, 100_008):  # a checkpoint has the totals
+        journal.write(TrainingEntry(step=9, loss=1.0, records_seen=records, skipped=5_000))
+    assert value(telemetry, "redraft_skipped_records_total") == 0
+    assert value(telemetry, "redraft_trained_records_total") == 4
 
 
 def test_clients_cannot_make_labels_without_end(tmp_path: Path):
@@ -416,6 +426,13 @@ def test_a_rollout_a_sleep_and_a_night_are_not_behind_the_traffic(
 @pytest.mark.parametrize("alert", TROUBLE)
 def test_an_alert_is_raised_by_its_trouble_and_by_nothing_else(tmp_path: Path, alert: str):
     assert fired(TROUBLE[alert], tmp_path / alert) == {alert}
+
+
+@promtool
+def test_an_alarm_that_fails_whenever_it_may_run_is_told(tmp_path: Path):
+    every_ten_minutes = " ".join(f"{count}x9" for count in range(1, 13))
+    failures = {'redraft_failed_rounds_total{task="alarm"}': f"_x479 {every_ten_minutes}"}
+    assert fired(failures, tmp_path / "alarm") == {"RedraftTaskFails"}
 
 
 def test_every_alert_has_its_trouble():
