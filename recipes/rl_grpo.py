@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from redraft.engine.proxies import load_certificates
 from redraft.files.folder import INDEX
 from redraft.files.target_folder import TargetFolder
 from redraft.online.tokens import read_token
@@ -110,8 +111,9 @@ def make_client(target: TargetFolder, output: Path, token: str) -> Any:
             body = {"version": folder.name, "path": str(folder)}
             # Do not use TRL's session, which retries a request that the server has rejected.
             answer = httpx.post(
-                f"{self.base_url}/redraft/target", json=body, headers=headers, timeout=None
-            )
+                f"{self.base_url}/redraft/target", json=body, headers=headers, timeout=None,
+                trust_env=False, verify=load_certificates(self.base_url),  # no proxy sees the token
+            )  # fmt: skip
             if answer.is_error:
                 raise ValueError(f"the server could not load {folder}: {answer.text}")
             self.moved = answer.json()

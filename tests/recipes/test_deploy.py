@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import os
 import re
+import socket
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -218,6 +221,32 @@ def _can_open(config):
     )
 
 
+def test_one_slow_answer_does_not_kill_the_log_of_compose_but_a_second_one_does(tmp_path):
+    said, killed = tmp_path / "said", tmp_path / "killed"
+    for name, does in (("redraft", f"exit $(cat {said})"), ("pkill", f"echo $@ >> {killed}")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+
+    def check(port: int) -> int:
+        test = compose()["services"]["log"]["healthcheck"]["test"]
+        test = test.replace("4222'", f"{port}'").replace("/tmp/", f"{tmp_path}/")
+        path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        return subprocess.run(["sh", "-c", test], env=path, capture_output=True).returncode
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        for answers, deaths in ((("1", "0", "1"), 0), (("1", "1"), 1)):
+            killed.unlink(missing_ok=True)
+            (tmp_path / "silent").unlink(missing_ok=True)  # as in a new container
+            for answer in answers:
+                said.write_text(answer)
+                assert check(port) == int(answer)
+            assert killed.exists() == bool(deaths), answers
+    (tmp_path / "silent").unlink()
+    killed.unlink()
+    assert [check(port), check(port), killed.exists()] == [1, 1, False], "it reads its store"
+
+
 def test_no_service_puts_its_address_into_a_pods_environment():
     """That of one named vllm would be VLLM_PORT, which vLLM takes for a number."""
     for workload in [m for m in manifests() if m["kind"] in ("Deployment", "StatefulSet")]:
@@ -302,6 +331,8 @@ def test_a_rollout_needs_no_spare_gpu_and_outlives_a_slow_load_and_a_dead_engine
     assert deployment["progressDeadlineSeconds"] > allowed_s
     for name in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert server[name]["httpGet"] == {"path": "/health", "port": "http"}
+        if name != "startupProbe":  # while it loads, nothing is busy
+            assert server[name]["timeoutSeconds"] >= 10
     for workload in workloads():
         assert "livenessProbe" in workload["spec"]["template"]["spec"]["containers"][0]
     (quiet,) = (arg for arg in server["args"] if arg.startswith("--disable-access-log"))

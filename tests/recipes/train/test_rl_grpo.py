@@ -67,6 +67,8 @@ def test_the_servers_refusal_of_a_policy_reaches_the_user(
     trl.generation.vllm_generation = generation
     for module in (trl, trl.generation, generation):
         monkeypatch.setitem(sys.modules, module.__name__, module)
+    for name in ("HTTP_PROXY", "ALL_PROXY"):  # which must not see the token
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
     token, questions = tmp_path / "token", tmp_path / "questions.jsonl"
     token.touch(mode=0o600)
     token.write_text(TOKEN)
