@@ -70,7 +70,7 @@ format and in axolotl's.
 
 CUTS = (
     *("length", "max_tokens", "max_output_tokens", "model_length", "model_context_window_exceeded"),
-    *("content_filter", "abort", "error", "incomplete"),
+    *("content_filter", "abort", "error", "incomplete", "repetition"),
 )
 """Reasons why a server ends an answer before the target ends it."""
 

@@ -28,6 +28,10 @@ class RequestRefusedError(ValueError):
         self.status, self.reason = status, reason
 
 
+class RequestFailedError(ConnectionError):
+    """The server answered each attempt with HTTP 500, possibly because of this request."""
+
+
 class Endpoint:
     """Requests to one server, from one event loop."""
 
@@ -123,14 +127,15 @@ class Endpoint:
         Raises:
             RequestRefusedError: the server refuses this request.
             ConnectionError: after `attempts` tries, or if the server has no such API or no valid
-                certificate; the message names the URL.
+                certificate; the message names the URL. It is a `RequestFailedError` if each try
+                ended with HTTP 500.
         """
         return await self._request("POST", path, {"model": await self.model(), **body})
 
     async def _request(
         self, method: str, path: str, body: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        url, failure = self.url + path, ""
+        url, failure, statuses = self.url + path, "", set[int]()
         for attempt in range(self.attempts):
             if attempt:
                 # The pause does not occupy a slot, so other requests continue.
@@ -142,6 +147,7 @@ class Endpoint:
                     )
             except httpx.TransportError as error:
                 failure = str(error) or type(error).__name__
+                statuses.add(0)
                 for name, cure in TLS_FAULTS.items():
                     if name in failure:
                         raise ConnectionError(f"{url}: {failure}; {cure}") from None
@@ -163,8 +169,10 @@ class Endpoint:
             if status not in RETRIED_STATUS:
                 raise RequestRefusedError(url, status, _reason(response))
             failure = f"HTTP {status}: {_reason(response)}"
+            statuses.add(status)
         tries = f" in {self.attempts} tries" if self.attempts > 1 else ""
-        raise ConnectionError(f"{url} did not answer{tries} ({failure}{describe_proxy(url)})")
+        error_type = RequestFailedError if statuses == {500} else ConnectionError
+        raise error_type(f"{url} did not answer{tries} ({failure}{describe_proxy(url)})")
 
 
 def _reason(response: httpx.Response) -> str:

@@ -19,7 +19,6 @@ import numpy as np
 from redraft.distill.data.conversations import Conversation, is_plain_text
 from redraft.distill.data.messages import (
     Message,
-    Tool,
     conversation_hash,
     is_cut_reason,
     read_message,
@@ -28,7 +27,8 @@ from redraft.distill.data.messages import (
 )
 from redraft.distill.data.rows import UnusableRowError
 from redraft.distill.data.sessions import TokenTurn, are_ids, fit_results, pack_turns, take_results
-from redraft.distill.signal.endpoint import Endpoint, RequestRefusedError
+from redraft.distill.data.template import Arguments
+from redraft.distill.signal.endpoint import Endpoint, RequestFailedError, RequestRefusedError
 from redraft.distill.signal.storage import StatesLostError
 from redraft.engine.running_server import find_part
 from redraft.files.artifact import naming
@@ -59,7 +59,9 @@ class Sampling:
     length.
     """
     template_options: dict[str, bool | int | str] = field(default_factory=dict)
-    """Options passed to the chat template, e.g. `enable_thinking False`."""
+    """Options passed to the chat template, e.g. `enable_thinking False`. They take precedence over
+    a row's `chat_template_kwargs`.
+    """
 
 
 @dataclass(kw_only=True)
@@ -71,8 +73,8 @@ class RegenerationStats:
     """Number of conversations whose last answer was truncated at `max_tokens` in this run."""
     without_question: int = 0
     departed: Counter[str] = field(default_factory=Counter)
-    """Number of sessions that ended early because the data's tool results do not match the target's
-    call, by reason.
+    """Number of sessions that ended early, by reason: the data's tool results do not match the
+    target's call, or the server does not answer the next request.
     """
     tokens_kept: int = 0
     """Number of tokens whose hidden states this run stored. Each token of a session counts once."""
@@ -81,7 +83,9 @@ class RegenerationStats:
     without_ids: int = 0
     """Number of conversations answered by a server that returned no token ids."""
     refused: int = 0
+    """Number of conversations without any answer, because the server refused the first request."""
     refusal: str = ""
+    """The first reason for which the server refused a request."""
 
     def __str__(self) -> str:
         parts = [
@@ -99,9 +103,9 @@ class RegenerationStats:
         if self.states_lost:
             parts.append(f"the states of {self.states_lost:,} answers were lost")
         if self.refused:
-            parts.append(
-                f"{self.refused:,} refused by the server; the first reason: {self.refusal}"
-            )
+            parts.append(f"{self.refused:,} refused by the server")
+        if self.refusal:
+            parts.append(f"the first reason: {self.refusal}")
         return "; ".join(parts)
 
 
@@ -121,17 +125,22 @@ class _Session(NamedTuple):
     is_cut: bool = False
     departure: str = ""
     """Why the session ended before the data's conversation did. Empty if it did not end early."""
+    refusal: str = ""
+    """The error, if the server refused a request or sent no usable answer."""
 
 
 def prompt_key(conversation: Conversation) -> str:
-    """Return the `conversation_hash` of the tools, if any, and of all but the assistant's messages.
+    """Return the `conversation_hash` of all but the assistant's messages, tools and arguments.
 
-    The same questions with the same tools are answered only once.
+    The same questions with the same tools and template arguments are answered only once.
     """
-    tools = conversation.get("tools")
-    # Add the tools as one more message, with a role that no conversation has. Without tools, only
-    # the questions determine the key.
-    asked = [{"role": "tools", "content": json.dumps(tools)}] if tools else []
+    # Add tools and arguments as further messages, with roles that no conversation has. Without
+    # them, only the questions determine the key.
+    asked = [
+        {"role": name, "content": json.dumps(value, sort_keys=name == "arguments")}
+        for name in ("tools", "arguments")
+        if (value := conversation.get(name))
+    ]
     return conversation_hash([*_questions(conversation), *asked])
 
 
@@ -187,8 +196,8 @@ class _Regeneration:
     async def run(
         self, conversations: Sequence[Conversation], settings: dict[str, Any]
     ) -> RegenerationStats:
-        # Of conversations with the same questions and tools, only the last is asked, because the
-        # key does not include the domain.
+        # Of conversations with the same key, only the last is asked, because the key does not
+        # include the domain.
         wanted = {prompt_key(c): c for c in conversations if _questions(c)}
         self.stats.without_question = sum(not _questions(c) for c in conversations)
         async with self.endpoint:
@@ -244,27 +253,28 @@ class _Regeneration:
         bar: Any,
     ) -> None:
         for key, conversation in queue:
-            try:
-                session = await self._answer(conversation)
-            except (RequestRefusedError, UnusableRowError) as error:
-                if isinstance(error, RequestRefusedError) and error.status not in SKIPPED_STATUS:
-                    raise
-                self._refuse(str(error))
+            session = await self._answer(conversation)
+            if session.turns:
+                arguments = self._arguments(conversation)
+                self._append(_make_row(key, conversation, session, arguments, settings))
+                self.stats.cut += session.is_cut
+                self.stats.without_ids += None in session.turns
+                if session.departure:
+                    self.stats.departed[session.departure] += 1
             else:
-                if session.turns:
-                    self._append(_make_row(key, conversation, session, settings))
-                    self.stats.cut += session.is_cut
-                    self.stats.without_ids += None in session.turns
-                    if session.departure:
-                        self.stats.departed[session.departure] += 1
-                else:
-                    self._refuse("its answer is empty")
+                self.stats.refused += 1
+            if not session.turns or session.refusal:
+                self.stats.refusal = self.stats.refusal or session.refusal or "its answer is empty"
             bar.update()
 
     async def _answer(self, conversation: Conversation) -> _Session:
         """Return the conversation with the target's answers.
 
-        It ends before a tool result that does not belong to the target's call.
+        It ends before a tool result that does not belong to the target's call, and before a request
+        that the server refuses, for example because the session exceeds its context.
+
+        Raises:
+            RequestRefusedError: the server would refuse all conversations.
         """
         history: list[Message] = []
         turns: list[TokenTurn | None] = []
@@ -282,7 +292,22 @@ class _Regeneration:
                 history.append(message)
             # Two consecutive answers become one. An answer before any question is omitted.
             elif history and history[-1]["role"] != "assistant":
-                answer = await self._ask(history, conversation.get("tools"))
+                num_done = self.stats.done
+                try:
+                    answer = await self._ask(history, conversation)
+                except UnusableRowError as error:
+                    why = "where the target's next answer is malformed"
+                    return _Session(history, turns, departure=why, refusal=str(error))
+                except (RequestRefusedError, RequestFailedError) as error:
+                    # If the server finished no other conversation in the meantime, it is broken.
+                    if (
+                        error.status not in SKIPPED_STATUS
+                        if isinstance(error, RequestRefusedError)
+                        else self.stats.done == num_done
+                    ):
+                        raise
+                    why = "where the server refuses the next request"
+                    return _Session(history, turns, departure=why, refusal=str(error))
                 if _is_empty(answer):
                     break
                 history.append(answer.message)
@@ -300,21 +325,28 @@ class _Regeneration:
                 num_taken = place + 1 + len(results)
         return _Session(history, turns)
 
-    async def _ask(self, history: list[Message], tools: list[Tool] | None) -> _Answer:
+    def _arguments(self, conversation: Conversation) -> Arguments:
+        """Return the template arguments of the conversation's requests.
+
+        The options of this run take precedence over the data's arguments.
+        """
+        return {**conversation.get("arguments", {}), **self.sampling.template_options}
+
+    async def _ask(self, history: list[Message], conversation: Conversation) -> _Answer:
         messages = [_as_sent(message) for message in history]
         options: dict[str, Any] = {"max_tokens": self.sampling.max_tokens}
         if self.sampling.temperature is not None:
             options["temperature"] = self.sampling.temperature
-        if self.sampling.template_options:
-            options["chat_template_kwargs"] = self.sampling.template_options
-        if tools:
+        if arguments := self._arguments(conversation):
+            options["chat_template_kwargs"] = arguments
+        if tools := conversation.get("tools"):
             options["tools"] = tools
         if self.states:
             options["kv_transfer_params"] = {"include_output_tokens": True}
         path = "/v1/chat/completions"
         reply = await self._post(path, messages=messages, **options)
         choice = _read_choice(reply, self.endpoint.url + path)
-        # This raises an error that `_work` expects: parsers pass on tool calls with incomplete
+        # This raises an error that `_answer` expects: parsers pass on tool calls with incomplete
         # JSON, or with half a character.
         answer = read_message({"role": "assistant", **choice["message"]})
         require_json(answer)
@@ -385,10 +417,6 @@ class _Regeneration:
             os.fsync(self.file.fileno())
         self.stats.done += 1
 
-    def _refuse(self, reason: str) -> None:
-        self.stats.refused += 1
-        self.stats.refusal = self.stats.refusal or reason
-
 
 async def _show_time(bar: Progress) -> None:
     """Redraw the bar every second, because the first answer may take minutes."""
@@ -398,7 +426,11 @@ async def _show_time(bar: Progress) -> None:
 
 
 def _make_row(
-    key: str, conversation: Conversation, session: _Session, settings: dict[str, Any]
+    key: str,
+    conversation: Conversation,
+    session: _Session,
+    arguments: Arguments,
+    settings: dict[str, Any],
 ) -> dict[str, Any]:
     row: dict[str, Any] = {
         "key": key,
@@ -408,6 +440,8 @@ def _make_row(
     }
     if "tools" in conversation:
         row["tools"] = conversation["tools"]
+    if arguments:
+        row["chat_template_kwargs"] = arguments
     turns = [turn for turn in session.turns if turn is not None]
     if len(turns) == len(session.turns):
         row["token_ids"] = pack_turns(turns)

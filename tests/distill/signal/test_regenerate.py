@@ -126,6 +126,57 @@ def test_a_malformed_tool_call_costs_one_conversation(arguments: str, tmp_path: 
     assert contents(output) == {("a", "a! (1)"), ("b", "b! (1)")}
 
 
+@pytest.mark.parametrize(
+    ("reply", "why", "reason"),
+    [
+        ((400, {"error": {"message": "maximum context length is 9"}}), "refuses", "length is 9"),
+        (
+            (200, {"choices": [{"message": {"content": "c"}, "finish_reason": "content_filter"}]}),
+            "refuses",
+            "filter",
+        ),
+        (
+            (
+                200,
+                {"choices": [{"message": {"tool_calls": [{"function": {"arguments": "{"}}]}}]},
+            ),
+            "malformed",
+            "JSON",
+        ),
+    ],
+    ids=["too-long", "filtered", "malformed"],
+)
+def test_a_later_answer_that_does_not_arrive_costs_no_earlier_answer(
+    reply: Reply, why: str, reason: str, tmp_path: Path
+) -> None:
+    output = tmp_path / "answers.jsonl"
+    asked = [make_conversation("a", "old", "b", "old", "c"), make_conversation("fine")]
+    with serving(lambda r: reply if len(r["messages"]) == 3 else answer(r)) as (url, _):
+        stats = regenerate(asked, make_endpoint(url), output, Sampling())
+        again = regenerate(asked, make_endpoint(url), output, Sampling())
+    assert (stats.done, stats.refused, sum(stats.departed.values())) == (2, 0, 1)
+    assert re.search(rf"1 end where .*{why}.*; the first reason: .*{reason}", str(stats))
+    assert contents(output) == {("a", "a! (1)", "b"), ("fine", "fine! (1)")}
+    assert again.already_there == 2
+
+
+def test_template_arguments_of_the_data_are_sent_and_stay_with_the_answers(tmp_path: Path) -> None:
+    output = tmp_path / "answers.jsonl"
+    modes: list[dict[str, Any]] = [{"enable_thinking": True}, {"enable_thinking": False}, {}]
+    asked = [{**make_conversation("a", "old"), "arguments": mode} for mode in modes]
+    with serving() as (url, requests):
+        stats = regenerate(asked, make_endpoint(url, concurrency=1), output, Sampling())
+        assert stats.done == 3
+        assert [request.get("chat_template_kwargs", {}) for request in requests] == modes
+        assert [c["arguments"] for c in load_conversations(str(output))] == modes
+        # The options of the run take precedence.
+        options = {"enable_thinking": False, "effort": "low"}
+        again = tmp_path / "again.jsonl"
+        regenerate(asked[:1], make_endpoint(url), again, Sampling(template_options=options))
+        assert requests[-1]["chat_template_kwargs"] == options
+        assert [c["arguments"] for c in load_conversations(str(again))] == [options]
+
+
 def test_a_log_shows_the_wait_for_the_first_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,6 +230,26 @@ def test_a_server_that_goes_away_is_named_and_what_was_regenerated_stays(tmp_pat
     assert re.search(rf"{url}/v1/chat/completions .*\b3\b.*\(HTTP 503: shutting down\)", message)
     assert re.search(rf"\b3 of 8\b.* {output}:", message)
     assert len(contents(output)) == 3
+
+
+def test_a_conversation_at_which_the_server_fails_costs_no_other(tmp_path: Path) -> None:
+    output, is_broken = tmp_path / "answers.jsonl", False
+
+    def failing(request: dict[str, Any]) -> Reply:
+        if is_broken or request["messages"][-1]["content"] == "odd":
+            return 500, {"error": {"message": "list index out of range"}}
+        return answer(request)
+
+    asked = [make_conversation("odd"), *(make_conversation(f"question {i}") for i in range(4))]
+    with serving(failing) as (url, _):
+        stats = regenerate(asked, make_endpoint(url, backoff_s=0.3), output, Sampling())
+        assert (stats.done, stats.refused) == (4, 1)
+        assert stats.refusal.endswith("in 3 tries (HTTP 500: list index out of range)")
+        # If no other conversation is answered, the server is broken.
+        is_broken = True
+        asked += [make_conversation(f"further {i}") for i in range(4)]
+        with pytest.raises(ConnectionError, match=r"HTTP 500.*4 of 9 conversations"):
+            regenerate(asked, make_endpoint(url), output, Sampling())
 
 
 def test_an_address_where_nothing_listens_is_named(tmp_path: Path) -> None:
@@ -479,7 +550,7 @@ def test_template_options_can_be_given_on_the_command_line() -> None:
     assert tyro.cli(RegenerateConfig, args=arguments).template_options == {"enable_thinking": False}
 
 
-@pytest.mark.parametrize("reason", ["max_tokens", "LENGTH", "model_length", "abort"])
+@pytest.mark.parametrize("reason", ["max_tokens", "LENGTH", "model_length", "abort", "repetition"])
 def test_no_answer_that_a_server_cut_is_learned_as_finished(reason: str, tmp_path: Path) -> None:
     def cut(request: dict[str, Any]) -> Reply:
         status, body = answer(request)
