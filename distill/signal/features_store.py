@@ -280,16 +280,21 @@ class Storage:
         Returns their description, or None if there are no such states.
 
         Raises:
-            StatesLostError: they are damaged.
+            StatesLostError: they are damaged, or incomplete.
         """
         path = f"{self._folder}/{name_states(token_ids)}"
         try:
             description = msgspec.json.decode(self._read_start(f"{path}.json"), type=Description)
         except FileNotFoundError:
             return None
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise StatesLostError(f"{path}.json is damaged: {error}") from None
-        self._pass_rows(path, description, use, f"{path}.bin")
+        try:
+            self._pass_rows(path, description, use, f"{path}.bin")
+        except StatesLostError:
+            raise
+        except OSError as error:
+            raise StatesLostError(f"{path}.bin cannot be read: {error}") from error
         return description
 
     def forget(self, token_ids: Sequence[int]) -> None:

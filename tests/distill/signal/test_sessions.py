@@ -325,10 +325,16 @@ def test_an_agentic_sessions_states_are_kept_once_and_read_without_a_server(tmp_
         assert description is not None
         assert torch.equal(found, make_states(text[:-1]))
     assert kept.read(text[:-2], use) is None
-    # A damaged file is found, and not used.
+    # A damaged or truncated file is found, and not used.
     (bits,) = (tmp_path / "kept").glob("*.bin")
     bits.write_bytes(bytes(len(bits.read_bytes())))
     with pytest.raises(StatesLostError, match="CRC-32"):
+        kept.read(text[:-1], use)
+    bits.write_bytes(bits.read_bytes()[:-1])
+    with pytest.raises(StatesLostError, match=f"{bits}.*truncated"):
+        kept.read(text[:-1], use)
+    bits.unlink()
+    with pytest.raises(StatesLostError, match=f"{bits}.*No such file"):
         kept.read(text[:-1], use)
 
 
