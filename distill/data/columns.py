@@ -24,7 +24,7 @@ from redraft.distill.data.messages import (
     refuse_media,
 )
 from redraft.distill.data.rows import UnusableRowError
-from redraft.distill.data.sessions import KEYS, StoredTurn, read_turns
+from redraft.distill.data.sessions import KEYS, StoredTurn, read_turns, split_turns
 from redraft.distill.data.template import Arguments
 
 CONVERSATIONS = ("messages", "conversations", "conversation")
@@ -37,6 +37,7 @@ TOOLS = ("tools", "functions", "available_tools")
 # TRL's name for the template arguments of the request that produced the answers.
 ARGUMENTS = "chat_template_kwargs"
 TOKEN_IDS = "token_ids"  # Column of `redraft regenerate` with the ids that a server returned.
+MASKED = ("input_ids", "loss_mask")  # Columns of speculators' regenerated answers.
 OURS = ("key", "settings")  # Columns that describe a run of `redraft regenerate`.
 
 
@@ -102,11 +103,16 @@ class RowReader:
     def is_cut(self) -> bool:
         """Whether the server truncated the row's last answer."""
         cut = isinstance(self.row.get("cut"), bool) and self.take(("cut",))
-        reasons = [found for name in FINISHES if (found := self.take((name,)))]
-        return bool(cut and cut[1]) or any(is_cut_reason(reason) for _, reason in reasons)
+        reasons = [found[1] for name in FINISHES if (found := self.take((name,)))]
+        # speculators writes the reason there.
+        metadata = self.row.get("metadata")
+        if isinstance(metadata, dict) and (names := metadata.keys() & FINISHES):
+            self.used.add("metadata")
+            reasons += [metadata[name] for name in names]
+        return bool(cut and cut[1]) or any(map(is_cut_reason, reasons))
 
-    def arguments(self) -> Arguments:
-        """Return the template arguments of the request that produced the answers. Empty if unknown.
+    def arguments(self) -> Arguments | None:
+        """Return the template arguments of the request that produced the answers. None if unknown.
 
         Raises:
             UnusableRowError: they are not an object.
@@ -117,26 +123,34 @@ class RowReader:
         value = parse_json(found[1], f"a column {ARGUMENTS}") if found else ours
         if not isinstance(value or {}, dict):
             raise UnusableRowError(f"with a column {ARGUMENTS} that is not an object")
-        return dict(value or {})
+        return None if value is None else dict(value or {})
 
-    def token_turns(self, num_answers: int) -> list[StoredTurn]:
-        """Return the ids of all answers as `redraft regenerate` wrote them, or an empty list.
+    def token_turns(self, messages: list[Message]) -> list[StoredTurn]:
+        """Return the ids of the last answers, as the server returned them, or an empty list.
 
         Raises:
-            UnusableRowError: they are incomplete.
+            UnusableRowError: `redraft regenerate` wrote them, but they are incomplete.
         """
+        answers = [message for message in messages if message["role"] == "assistant"]
         found = self.row.get(TOKEN_IDS)
         first = found[0] if isinstance(found, list) and found else None
-        # This is a column with the same name from a different tool.
-        if not isinstance(first, dict) or first.keys() != KEYS:
+        # Otherwise, this is a column with the same name from a different tool.
+        if isinstance(first, dict) and first.keys() == KEYS:
+            self.used.add(TOKEN_IDS)
+            turns = read_turns(self.row[TOKEN_IDS])
+            if len(turns) != len(answers):
+                raise UnusableRowError(
+                    "with different numbers of answers and of token id lists",
+                    f"{len(turns)}, not {len(answers)}",
+                )
+            return turns
+        turns = split_turns(*map(self.row.get, MASKED))
+        if not 0 < len(turns) <= len(answers):
             return []
-        self.used.add(TOKEN_IDS)
-        turns = read_turns(self.row[TOKEN_IDS])
-        if len(turns) != num_answers:
-            raise UnusableRowError(
-                "with different numbers of answers and of token id lists",
-                f"{len(turns)}, not {num_answers}",
-            )
+        self.used |= {*MASKED}
+        # speculators repeats a conversation in a row for each answer, and masks the others.
+        for answer in answers[: -len(turns)]:
+            answer["unlearned"] = True
         return turns
 
     def _refuse(self) -> None:

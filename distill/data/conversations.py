@@ -51,9 +51,9 @@ class Conversation(TypedDict):
     """Whether the last message was truncated at a length limit, so that no end of turn follows."""
     tools: NotRequired[list[Tool]]
     arguments: NotRequired[Arguments]
-    """Template arguments of the request, if the data contains them."""
+    """Template arguments of the request, if the data contains them. Empty if it had none."""
     turns: NotRequired[list[StoredTurn]]
-    """Token ids of each answer and its prompt, as returned by the server."""
+    """Token ids of the last answers and their prompts, as returned by the server."""
     split_key: NotRequired[str]
     """Hash (hex) used for the split instead of the hash of the first user message."""
 
@@ -344,10 +344,10 @@ def read_conversation(
         conversation["cut"] = True
     if tools:
         conversation["tools"] = tools
-    if arguments := reader.arguments():
+    if (arguments := reader.arguments()) is not None:
         conversation["arguments"] = arguments
     require_json(conversation)
-    if turns := reader.token_turns(sum(m["role"] == "assistant" for m in messages)):
+    if turns := reader.token_turns(messages):
         conversation["turns"] = turns
     if columns is not None:
         reader.count(columns)

@@ -44,6 +44,9 @@ from redraft.files.target_folder import count_ids, writes_date
 
 T = TypeVar("T")
 
+EXCLUDED = "which the data excludes from training"
+"""The reason for which an answer with `weight` 0 is not learned."""
+
 
 class Renderer:
     """Applies a tokenizer's chat template as a server does, with a fixed date."""
@@ -183,7 +186,7 @@ class Renderer:
             if not _is_answer(messages[i]) and (is_ended or not split_reasoning(messages[i])):
                 continue
             if messages[i].get("unlearned"):
-                refused["which the data excludes from training"] += 1
+                refused[EXCLUDED] += 1
                 continue
             try:
                 turn = self._write(

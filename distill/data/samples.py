@@ -29,8 +29,14 @@ from redraft.distill.data.conversations import Conversation, is_plain_text, spli
 from redraft.distill.data.messages import Message, conversation_hash
 from redraft.distill.data.modes import name_mode
 from redraft.distill.data.processes import map_in_processes
-from redraft.distill.data.rendering import PackedTurn, Renderer, TurnBatch, count_unprompted
-from redraft.distill.data.sessions import StoredTurn, expand_turns
+from redraft.distill.data.rendering import (
+    EXCLUDED,
+    PackedTurn,
+    Renderer,
+    TurnBatch,
+    count_unprompted,
+)
+from redraft.distill.data.sessions import StoredTurn, TokenTurn, expand_turns
 from redraft.distill.data.template import Arguments
 from redraft.engine.prompts import Prompt
 from redraft.files.progress import Progress
@@ -241,7 +247,7 @@ def held_out_prompts(
     *,
     num_prompts: int,
     max_length: int,
-    template_options: dict[str, Any] | None = None,
+    usual: Arguments | None = None,
     day: datetime.date | None = None,
     beside: Iterable[Prompt] = (),
 ) -> list[Prompt]:
@@ -253,17 +259,16 @@ def held_out_prompts(
     Prompts that occur in `beside` are excluded, and so are repeats: an answer follows from its
     prompt, so they would count the same evidence again. Prompts longer than `max_length` tokens are
     excluded too, and plain documents have no prompt. One line is printed with the number of
-    excluded prompts for each reason. `template_options` and `day` are as in `stream_samples`. By
-    default, a prompt uses its conversation's own arguments, or otherwise the arguments of most
-    answers. If the prompts then use several thinking modes, each domain is split by mode.
+    excluded prompts for each reason. `day` is as in `stream_samples`. A prompt uses the template
+    arguments that its conversation records, or otherwise the `usual` ones: by default, those of
+    most answers. If the prompts then use several thinking modes, each domain is split by mode.
 
     Raises:
         ValueError: no prompt is left.
     """
-    usual: Arguments = {}
-    if template_options is None:
+    if usual is None:
         usual = choose_arguments(conversations, tokenizer, day)
-    render, left_out = Renderer(tokenizer, template_options or {}, day), Counter[str]()
+    render, left_out = Renderer(tokenizer, {}, day), Counter[str]()
     by_domain: dict[str, list[Conversation]] = {}
     for conversation in _spread(conversations):
         if is_plain_text(conversation):
@@ -284,7 +289,8 @@ def held_out_prompts(
         {tuple(prompt.token_ids) for prompt in beside},
     )
     while len(prompts) < num_prompts and (asked := next(in_turns, None)):
-        arguments = {**usual, **render.known_arguments(asked)}
+        # Recorded arguments are complete, even if there are none.
+        arguments = render.known_arguments(asked) if "arguments" in asked else usual
         prompt = _prompt(asked, render, arguments, max_length)
         if not isinstance(prompt, Prompt):
             left_out[prompt] += 1
@@ -366,13 +372,13 @@ def _chunk_samples(
     # Encode all turns in one call, because conversations share pieces and a fast tokenizer works in
     # parallel.
     turns = [
-        ([], []) if ours else _turns(conversation, render, batch, stats)
+        ([], []) if ours is not None else _turns(conversation, render, batch, stats)
         for (_, conversation), ours in zip(chunk, exact, strict=True)
     ]
     batch.encode()
     for (key, conversation), ours, (some, asked) in zip(chunk, exact, turns, strict=True):
-        if ours:
-            documents = _documents(expand_turns(ours), max_length, stats)
+        if ours is not None:
+            documents = _documents(ours, max_length, stats)
             asked = [render.known_arguments(conversation)]
         elif is_plain_text(conversation):
             documents = _text_documents(
@@ -396,30 +402,39 @@ def _chunk_samples(
 
 def _exact_turns(
     conversation: Conversation, render: Renderer, stats: SampleStats
-) -> list[StoredTurn]:
-    """Return the turns with the server's token ids.
+) -> Iterator[TokenTurn] | None:
+    """Return the turns to learn, with the server's token ids.
 
-    The list is empty if the data has no token ids, or if a different tokenizer produced them.
+    None if the data has no token ids, or if a different tokenizer produced them.
     """
-    turns = conversation.get("turns", [])
-    answers = [m for m in conversation["messages"] if m["role"] == "assistant"]
+    if not (turns := conversation.get("turns")):
+        return None
+    answers = [m for m in conversation["messages"] if m["role"] == "assistant"][-len(turns) :]
     written = [_decode(turn, render) for turn in turns]
-    if not all(map(_has_written, written, answers)):
-        stats.foreign_ids += 1
-        return []
-    stats.exact += len(turns)
+    for turn, text, answer in zip(turns, written, answers, strict=True):
+        # A server may leave special tokens out of the text, e.g. the tags around a thought.
+        if not _has_written(text, answer) and not _has_written(
+            _decode(turn, render, skip_special_tokens=True), answer
+        ):
+            stats.foreign_ids += 1
+            return None
     arguments = json.dumps(render.known_arguments(conversation))
-    for text in written:
+    for text, answer in zip(written, answers, strict=True):
+        if "unlearned" in answer:
+            stats.refused_answers[EXCLUDED] += 1
+            continue
+        stats.exact += 1
         stats.arguments[arguments] += 1
         stats.ends[render.read_end(text)] += 1
-    return turns
+    expanded = zip(expand_turns(turns), answers, strict=True)
+    return (turn for turn, answer in expanded if "unlearned" not in answer)
 
 
-def _decode(turn: StoredTurn, render: Renderer) -> str:
+def _decode(turn: StoredTurn, render: Renderer, **options: bool) -> str:
     """Return the text of an answer. Empty if an id is outside the vocabulary."""
     if max(int(part.max(initial=0)) for part in turn[1:]) >= render.num_ids:
         return ""
-    return str(render.tokenizer.decode(turn.answer_A.tolist()))
+    return str(render.tokenizer.decode(turn.answer_A.tolist(), **options))
 
 
 def _has_written(text: str, answer: Message) -> bool:

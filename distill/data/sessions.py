@@ -81,6 +81,26 @@ def read_turns(rows: Sequence[Any]) -> list[StoredTurn]:
     return turns
 
 
+def split_turns(ids: Any, mask: Any) -> list[StoredTurn]:
+    """Split a conversation at its loss mask, in which ones mark the answers.
+
+    Returns an empty list for any other values, and for an answer without a prompt.
+    """
+    try:
+        ids_T, mask_T = np.array(ids), np.array(mask)
+    except ValueError:  # lists of different lengths
+        return []
+    if not (are_ids(ids_T) and are_ids(mask_T)) or ids_T.shape != mask_T.shape:
+        return []
+    # E.g. the mask 0 0 1 1 0 1 has edges at 2, 4, 5 and 6.
+    edges = np.flatnonzero(np.diff(mask_T, prepend=0, append=0)).tolist()
+    if not edges or edges[0] == 0 or mask_T.max() > 1:
+        return []
+    prompts = zip([0, *edges[1::2]], edges[::2], edges[1::2], strict=False)
+    ids_T = ids_T.astype(np.int32)
+    return [StoredTurn(end, ids_T[end:start], ids_T[start:stop]) for end, start, stop in prompts]
+
+
 def expand_turns(turns: Iterable[StoredTurn]) -> Iterator[TokenTurn]:
     """Yield the turns one by one, with complete prompts."""
     before = np.zeros(0, np.int32)

@@ -353,7 +353,7 @@ def find_prompts(
         tokenizer,
         num_prompts=engine.num_prompts,
         max_length=min(room, data.max_prompt_tokens),
-        template_options=pair.provenance.template_arguments,
+        usual=pair.provenance.template_arguments,
         day=day,
     )
     return [prompt.token_ids for prompt in prompts], True

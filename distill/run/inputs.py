@@ -180,7 +180,7 @@ def _tokenise(
             tokenizer,
             num_prompts=data.num_prompts,
             max_length=data.max_prompt_tokens,
-            template_options=stats.chosen_arguments(),
+            usual=stats.chosen_arguments(),
             day=day,
         ),
         stats=stats,

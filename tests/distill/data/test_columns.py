@@ -218,6 +218,8 @@ def test_messages_of_an_assistant_in_a_row_are_one_turn(
         ({"messages": CHAT, "stop_reason": "model_context_window_exceeded"}, True),
         ({"messages": CHAT, "done_reason": "length"}, True),
         ({"messages": CHAT, "done_reason": "stop"}, False),
+        ({"messages": CHAT, "metadata": {"finish_reason": "length"}}, True),
+        ({"messages": CHAT, "metadata": {"finish_reason": "stop"}}, False),
         ({"messages": [QUESTION, {**ANSWER, "finish_reason": "length"}]}, True),
         ({"messages": [QUESTION, say("3 "), say("m", finish_reason="length")]}, True),
         ({"messages": CHAT, "finish_reason": "stop", "cut": False}, False),

@@ -177,6 +177,29 @@ def test_template_arguments_and_refused_answers_survive_and_prompts_begin_with_t
         assert world.tokenizer.decode(prompt.token_ids).endswith("<|assistant|>\n<think></think>")
 
 
+def test_the_prompts_of_a_training_keep_the_thinking_modes_of_their_rows(world: World) -> None:
+    world.tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n"
+        "{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}"
+    )
+    rows = [
+        {
+            "prompt": f"question {i}",
+            "completion": f"answer {i}",
+            "domain": "ab"[i % 2],
+            "chat_template_kwargs": {"enable_thinking": bool(i % 2)},
+        }
+        for i in range(40)
+    ]
+    world.source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = world.load().prompts
+    assert {prompt.domain for prompt in prompts} == {"a, no thinking", "b, thinking"}
+    for prompt in prompts:
+        is_off = world.tokenizer.decode(prompt.token_ids).endswith("<think></think>")
+        assert is_off == (prompt.domain == "a, no thinking")
+
+
 def other_template(world: World) -> None:
     world.tokenizer.chat_template = world.tokenizer.chat_template.replace("assistant", "helper")
 

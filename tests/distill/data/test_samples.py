@@ -681,10 +681,17 @@ def test_samples_and_prompts_carry_the_thinking_mode_of_their_conversation() -> 
         is_off = tokenizer.decode(prompt.token_ids).endswith("<think></think>")
         assert prompt.domain == ("agents, no thinking" if is_off else "agents, thinking")
     assert len({prompt.domain for prompt in prompts}) == 2
-    # Of one mode, domains stay as they are; an option of the caller decides for all.
+    # Of one mode, domains stay as they are.
     ours = held_out_prompts(conversations[::2], tokenizer, num_prompts=6, max_length=99)
-    options = {"enable_thinking": False}
-    fixed = held_out_prompts(
-        conversations, tokenizer, num_prompts=6, max_length=99, template_options=options
+    assert {prompt.domain for prompt in ours} == {"agents"}
+    # The usual arguments are those of conversations that record none.
+    conversations[0].pop("arguments")
+    conversations[2]["arguments"] = {}
+    usual = held_out_prompts(
+        conversations, tokenizer, num_prompts=6, max_length=99, usual={"enable_thinking": False}
     )
-    assert {prompt.domain for prompt in (*ours, *fixed)} == {"agents"}
+    assert Counter(prompt.domain for prompt in usual) == {
+        "agents, no thinking": 4,
+        "agents, thinking": 1,
+        "agents, default mode": 1,
+    }

@@ -229,6 +229,80 @@ def test_token_ids_after_unused_ones_are_learned(tmp_path: Path) -> None:
     assert (stats.foreign_ids, stats.exact) == (0, STEPS + 1)
 
 
+def test_special_tokens_that_a_server_leaves_out_of_the_text_are_learned(tmp_path: Path) -> None:
+    output, tokenizer = tmp_path / "answers.jsonl", load_tokenizer(TINY_TARGET)
+    prompt = tokenizer("<|user|>why<|assistant|>", add_special_tokens=False)["input_ids"]
+    written = tokenizer("so<|system|>it is<|end|>", add_special_tokens=False)["input_ids"]
+
+    def reply(_: dict[str, Any]) -> Reply:
+        message = {"role": "assistant", "content": "soit is"}
+        choice = {"message": message, "finish_reason": "stop", "token_ids": written}
+        return 200, {"choices": [choice], "prompt_token_ids": prompt}
+
+    answer_session(make_conversation("why"), output, reply)
+    (sample,), stats = build_samples(
+        load_conversations(str(output)), tokenizer, max_length=99, progress=False
+    )
+    assert (stats.exact, stats.foreign_ids) == (1, 0)
+    assert sample.input_ids[sample.loss_mask].tolist() == written
+
+
+def test_an_answer_with_token_ids_that_the_data_excludes_is_not_learned(tmp_path: Path) -> None:
+    output, target = tmp_path / "answers.jsonl", Target()
+    answer_session(make_session(), output, target)
+    row = json.loads(output.read_text())
+    row["messages"][1]["weight"] = 0
+    output.write_text(json.dumps(row) + "\n")
+    samples, stats = build_samples(
+        load_conversations(str(output)), target.tokenizer, max_length=1024, progress=False
+    )
+    learned = [sample.input_ids[sample.loss_mask].tolist() for sample in samples]
+    assert [i for ids in learned for i in ids] == [i for _, ids in target.ids[1:] for i in ids]
+    assert (stats.exact, stats.refused_answers.total()) == (STEPS, 1)
+
+
+def test_speculators_rows_are_learned_by_their_ids_and_each_answer_once(tmp_path: Path) -> None:
+    tokenizer, source = load_tokenizer(TINY_TARGET), tmp_path / "speculators.jsonl"
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "sum"}]
+    rows, wanted = [], []
+    for number, said in enumerate(("one", "two")):
+        prompt = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
+        # The thought is only in the ids.
+        answer = tokenizer(f"hm {said}", add_special_tokens=False)["input_ids"]
+        messages += [{"role": "assistant", "content": said}]
+        rows.append(
+            {
+                "id": f"0_gen{number}",
+                "input_ids": [*prompt, *answer],
+                "loss_mask": [0] * len(prompt) + [1] * len(answer),
+                "conversations": [*messages],
+                "metadata": {"finish_reason": "length"},
+            }
+        )
+        wanted.append(answer)
+        messages += [{"role": "user", "content": "more"}]
+
+    def learn(**changes: Any) -> tuple[list[list[int]], Any]:
+        source.write_text("".join(json.dumps(row | changes) + "\n" for row in rows))
+        conversations = load_conversations(str(source))
+        samples, stats = build_samples(conversations, tokenizer, max_length=99, progress=False)
+        return sorted(s.input_ids[s.loss_mask].tolist() for s in samples), stats
+
+    learned, stats = learn()
+    assert (learned, stats.exact) == (sorted(wanted), 2)
+    # Ids of another tokenizer: the text is learned, still once, and without an end of turn.
+    for row in rows:
+        row["input_ids"] = [token + 1 for token in row["input_ids"]]
+    learned, stats = learn()
+    assert stats.foreign_ids == 2
+    assert sorted(map(tokenizer.decode, learned)) == ["one", "two"]
+    # A mask that does not fit is not read.
+    learned, _ = learn(loss_mask=[1])
+    assert sorted(map(tokenizer.decode, learned)) == ["one", "one<|end|>two"]
+
+
 def test_packed_turns_are_the_turns_and_share_no_text() -> None:
     rng = np.random.default_rng(0)
     turns, text = [], np.zeros(0, np.int32)
