@@ -21,6 +21,7 @@ from redraft.heads.draft import Batch, ExactTarget, final_hidden
 from redraft.heads.family import Reads
 from redraft.online.learning.segments import Segments, Text
 from redraft.online.records.record import (
+    MAX_RECORD_BYTES,
     CorruptRecordError,
     Record,
     encode_frame,
@@ -30,6 +31,7 @@ from redraft.online.records.record import (
 from redraft.online.records.spool import SpoolWriter
 
 MAX_TEXT_BYTES = 64 << 20  # Maximum size of all texts kept for later segments.
+NAMES_BYTES = 16 << 10  # Room in a record for everything but its arrays.
 
 
 class Texts:
@@ -88,9 +90,13 @@ def read_again(
         return read
     states_TLD = final_hidden(signal)[0, :, None] if reads == "last" else signal.aux_BTLD[0]  # type: ignore[index]
     # A server does not process the last token of an answer, so it has no state for this token.
-    words = states_TLD[:-1].bfloat16().view(torch.int16).cpu().numpy()
+    # The learner refuses larger records, so in a long text, only the newest tokens keep their
+    # states, as in capture.
+    room = MAX_RECORD_BYTES - NAMES_BYTES - read.num_bytes + len(read.hidden)
+    begin = max(0, len(states_TLD) - 1 - room // (2 * states_TLD[0].numel()))
+    words = states_TLD[begin:-1].bfloat16().view(torch.int16).cpu().numpy()
     shape = (int(states_TLD.shape[1]), int(states_TLD.shape[2]))
-    return structs.replace(read, hidden_begin=0, hidden_shape=shape, hidden=words.tobytes())
+    return structs.replace(read, hidden_begin=begin, hidden_shape=shape, hidden=words.tobytes())
 
 
 def read_file(

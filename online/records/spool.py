@@ -110,6 +110,13 @@ def spool_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names)]
 
 
+def count_bytes(folder: Path) -> int:
+    """Return the size of the complete files in the folder; 0 if there is no folder."""
+    with suppress(FileNotFoundError):
+        return sum(status.st_size for name, status in _files(folder) if name.endswith(SUFFIX))
+    return 0
+
+
 @contextmanager
 def emptying(folder: Path | None) -> Iterator[None]:
     """Be the only process that empties the spool while the block runs.

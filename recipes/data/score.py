@@ -6,9 +6,11 @@
 
 One pass of the target over each record gives the distributions at every token of the answer, and
 the hidden states that `--draft` reads. It needs the target's full weights, but no engine: run it
-offline, or on an idle server. Files are removed from `ids` once they are scored.
+offline, or on an idle server. Files are removed from `ids` once they are scored. If the learner
+does not empty `spool`, the other files stay in `ids`.
 """
 
+import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -42,10 +44,11 @@ class ScoreConfig:
     logprobs: int = 32
     """Number of token probabilities recorded per position."""
     spool_bytes: int = 1 << 30
-    """Maximum size of `spool` in bytes (default 1 GiB). Above it, the oldest records are dropped.
+    """Size of `spool` in bytes at which no further file is scored until the learner has emptied it
+    (default 1 GiB).
     """
     follow: bool = False
-    """Wait for new files instead of exiting."""
+    """Wait for new files, and for space in `spool`, instead of exiting."""
 
     def __post_init__(self) -> None:
         require_least(self, logprobs=1, spool_bytes=1)
@@ -56,7 +59,7 @@ def main(cfg: ScoreConfig) -> None:
 
     Raises:
         FileNotFoundError: a folder is missing.
-        ValueError: the target or the draft cannot be used.
+        ValueError: the target or the draft cannot be used, or the spool is full.
     """
     # Imported here, because they import torch.
     import torch
@@ -71,7 +74,7 @@ def main(cfg: ScoreConfig) -> None:
     from redraft.heads.family import Reads
     from redraft.heads.target import aux_layers
     from redraft.online.learning.rereading import Texts, read_file
-    from redraft.online.records.spool import SpoolWriter, spool_files
+    from redraft.online.records.spool import SpoolWriter, count_bytes, spool_files
 
     if not cfg.records.is_dir():
         raise FileNotFoundError(f"the folder {cfg.records} does not exist: give the spool of a tap")
@@ -97,16 +100,27 @@ def main(cfg: ScoreConfig) -> None:
             layers = list(aux_layers(listed, target.text_config.num_hidden_layers))
     model = load_target(target, Signal(), device)
     signal = InProcessTarget(model, layers)
-    out = SpoolWriter(cfg.spool, "score", cfg.spool_bytes)
+    # This writer deletes nothing, because the scored files no longer exist elsewhere.
+    out = SpoolWriter(cfg.spool, "score", sys.maxsize)
     counts: Counter[str] = Counter()
     texts = Texts()
     while True:
         files = spool_files(cfg.records)
+        num_scored = 0
         for path in Progress(files, desc="scored", unit="file"):
+            if count_bytes(cfg.spool) >= cfg.spool_bytes:
+                break
             found = read_file(path, signal, target.fingerprint, reads, cfg.logprobs, out, texts)
             counts.update(found)
-        if files or not cfg.follow:
+            num_scored += 1
+        if num_scored or not cfg.follow:
             print(", ".join(f"{count:,} {name}" for name, count in counts.items()) or "no records")
+        if not cfg.follow and num_scored < len(files):
+            raise ValueError(
+                f"{cfg.spool} is full ({count_bytes(cfg.spool):,} bytes), and "
+                f"{len(files) - num_scored:,} files are left in {cfg.records}: start the learner, "
+                "and run the command again, or set a larger --spool-bytes"
+            )
         if not cfg.follow:
             return
         time.sleep(POLL_S)

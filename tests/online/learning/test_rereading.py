@@ -15,6 +15,7 @@ from transformers import LlamaForCausalLM
 from redraft.files.folder import fingerprint
 from redraft.heads.families import eagle1, eagle3
 from redraft.heads.target import Target
+from redraft.online.learning import rereading
 from redraft.online.learning.replay import training_sequence
 from redraft.online.records.record import PADDING, Record, decode_record, encode_frame, read_frames
 from redraft.online.records.spool import SpoolWriter, spool_files
@@ -96,6 +97,27 @@ def test_a_head_gets_the_states_that_it_reads(
         assert decode_record(encode_frame(scored)) == scored
 
 
+def test_only_the_newest_states_of_a_long_text_are_kept(
+    random_target: Path,
+    records: list[Record],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The learner refuses records above a size, and would lose the text."""
+    head = eagle1.Eagle1(eagle1.Config(), Target.from_folder(random_target))
+    make_random(head).export(tmp_path / "draft")
+    flags = ("--draft", str(tmp_path / "draft"))
+    (whole,) = score(random_target, records[:1], tmp_path / "whole", *flags)
+    state_bytes = len(whole.hidden) // whole.num_hidden
+    bare_bytes = whole.num_bytes - len(whole.hidden)
+    limit = rereading.NAMES_BYTES + bare_bytes + 5 * state_bytes
+    monkeypatch.setattr(rereading, "MAX_RECORD_BYTES", limit)
+    (scored,) = score(random_target, records[:1], tmp_path / "cut", *flags)
+    assert (scored.num_hidden, scored.hidden_begin) == (5, whole.num_hidden - 5)
+    assert scored.hidden == whole.hidden[-5 * state_bytes :]
+    assert decode_record(encode_frame(scored)) == scored
+
+
 def test_score_keeps_whole_records_and_leaves_those_of_another_target(
     random_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -147,6 +169,30 @@ def test_the_marks_of_replaced_rows_are_replaced_too(random_target: Path, tmp_pa
     (scored,) = score(random_target, [structs.replace(record, **fewer)], tmp_path, *flags)
     assert decode_record(encode_frame(scored)) == scored, "the learner would refuse it"
     assert len(scored.positions) == len(record.output_ids)
+
+
+def test_score_drops_no_record_if_nobody_empties_the_spool(
+    random_target: Path,
+    records: list[Record],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ids = SpoolWriter(tmp_path / "ids", "tap", 1 << 30)
+    for record in records:
+        ids.write([encode_frame(record)])
+    args = ["data", "score", str(tmp_path / "ids"), "--target", str(random_target)]
+    args += ["--spool", str(tmp_path / "spool"), "--spool-bytes", "1"]
+    found = []
+    for left in (2, 1, 0):
+        assert dispatch(args) == (2 if left else 0)
+        assert len(spool_files(tmp_path / "ids")) == left
+        if left:
+            assert "is full (" in (said := capsys.readouterr().err)
+            assert f"{left} files are left in {tmp_path / 'ids'}" in said
+        (path,) = spool_files(tmp_path / "spool")
+        found += [record for _, record in read_frames(path.read_bytes())]
+        path.unlink()  # as a learner does
+    assert [r.record_id for r in found] == [r.record_id for r in records]
 
 
 def test_score_refuses_in_one_line(
