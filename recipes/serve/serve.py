@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -84,7 +84,7 @@ def main(cfg: ServeConfig) -> None:
     _draft(cfg).require_package()
     cfg.capture.make_spool()
     notes = list_notes(_draft(cfg), tenants_share=cfg.live.shared, is_ahead=schedules_ahead(cfg))
-    for note in notes:
+    for note in (*notes, *note_template(_draft(cfg).folder, read_flags(cfg.vllm_args))):
         print(f"note: {note}", file=sys.stderr)
     for warning in list_warnings(
         read_flags(cfg.vllm_args), cfg.target, _draft(cfg).folder, speculative_config(cfg)
@@ -121,6 +121,18 @@ def list_notes(
     if LIVE in (draft.source, draft.lookup):
         notes.append(SHARED_BY_TENANTS if tenants_share else SHARED_COUNTS)
     return notes
+
+
+def note_template(draft: Path | None, flags: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line if requests without template arguments do not get the template's defaults."""
+    if draft is None or "default_chat_template_kwargs" in flags:
+        return
+    for arguments in template_arguments(draft)[1:]:
+        yield (
+            f"requests that set no chat_template_kwargs get {arguments}, as most of the draft's "
+            "training answers did; the answers can differ from those of plain vLLM. For the "
+            "template's defaults, add -- --default-chat-template-kwargs '{}'"
+        )
 
 
 def looks_up(draft: DraftSource) -> bool:

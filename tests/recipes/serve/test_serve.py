@@ -37,6 +37,7 @@ from redraft.recipes.serve.serve import (
     ServeConfig,
     keeps_states,
     list_notes,
+    note_template,
     plugin_environment,
     require_block,
     require_target,
@@ -245,9 +246,15 @@ def test_the_template_is_served_with_the_arguments_of_the_training(tmp_path):
     command = server_command(parse("target", "--draft", str(tmp_path)))
     assert "--default-chat-template-kwargs" not in command
     arguments = {"enable_thinking": False}
+    assert not list(note_template(tmp_path, {}))
     (tmp_path / "provenance.json").write_text(json.dumps({"template_arguments": arguments}))
     command = server_command(parse("target", "--draft", str(tmp_path)))
     assert json.loads(command[command.index("--default-chat-template-kwargs") + 1]) == arguments
+    (note,) = note_template(tmp_path, {})
+    assert json.dumps(arguments) in note
+    given = read_flags(("--default-chat-template-kwargs.enable_thinking", "true"))
+    assert not list(note_template(tmp_path, given))
+    assert not list(note_template(None, {}))
 
 
 def test_a_draft_that_vllm_has_no_proposer_for_is_told_before_it_starts(tmp_path):
