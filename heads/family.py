@@ -306,7 +306,8 @@ class Family:
         size: int = config.get("transformer_layer_config", config)["hidden_size"]
         if self.reads != "layers":
             return 1, size
-        return len(self.read_layers(config)) or NUM_DEFAULT_LAYERS, size
+        default = int(config.get("num_aux_hidden_states") or NUM_DEFAULT_LAYERS)
+        return len(self.read_layers(config)) or default, size
 
     def needed_states(self, config: Mapping[str, Any]) -> int:
         """Return the number of states before a label's row that training needs to match serving.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from redraft.files.checkpoint import load_text_config
+from redraft.files.foreign import default_layers
 from redraft.files.target_folder import TargetFolder
 from redraft.files.tensors import list_tensors, read_tensors
 
@@ -52,11 +53,15 @@ class Target:
         """Remove a draft's copy of these target rows from its `tensors`, if there is one.
 
         Raises:
-            ValueError: it differs, in the dtype of the copy: a bfloat16 export rounds the rows of a
-                float32 target.
+            ValueError: it differs. It is compared in the dtype of the copy, because a bfloat16 export
+                rounds the rows of a float32 target, or in that of a float16 target, because many
+                quantised targets have the rows of a bfloat16 model, rounded.
         """
         held = tensors.pop(name, rows)
-        if not (self.has_moved or torch.equal(held, rows.to(held))):
+        is_copy = torch.equal(held, rows.to(held))
+        if rows.dtype == torch.float16:
+            is_copy = is_copy or torch.equal(held.to(rows), rows)
+        if not (self.has_moved or is_copy):
             raise ValueError(
                 f"{folder}: {name} differs from the target's: it is a leftover, was trained, or "
                 f"belongs to a different target"
@@ -76,7 +81,7 @@ class Target:
         """Take the tensors from a model folder, reading only these two.
 
         Raises:
-            ValueError: the folder has no embeddings.
+            ValueError: the folder has no embeddings, or one of the two tensors is quantised.
         """
         # Compare short names, because DeepSeek-V3 (61 layers) has copies in an MTP layer,
         # `model.layers.61.embed_tokens.weight`.
@@ -87,6 +92,20 @@ class Target:
         if EMBEDDINGS not in names:
             raise ValueError(
                 f"{folder} has no tensor {EMBEDDINGS}: give the folder of the target model"
+            )
+        # Without scales, the numbers of a packed tensor mean nothing. Most packed output heads have
+        # other names, e.g. lm_head.qweight, and must not be taken for tied weights.
+        packed = [name for name, tensor in tensors.items() if tensor.element_size() == 1]
+        if HEAD not in names:
+            packed += [
+                name
+                for short, name in names.items()
+                if short.startswith("lm_head.") and not short.endswith(".bias")
+            ]
+        if packed:
+            raise ValueError(
+                f"{folder} has a quantised {packed[0]}, but a head needs unquantised embeddings and "
+                "an unquantised output head: use a copy of the target in which they are not quantised"
             )
         embed = tensors[names[EMBEDDINGS]]
         # A checkpoint with tied weights stores only the embeddings.
@@ -174,9 +193,8 @@ def aux_layers(chosen: Sequence[int], num_layers: int) -> tuple[int, ...]:
     Raises:
         ValueError: a layer does not exist, or the layers are not ascending.
     """
-    # This is vLLM's default for EAGLE-3. For 4 layers, it would be (2, 2, 1), which is refused
-    # below.
-    layers = tuple(chosen) or (2, num_layers // 2, num_layers - 3)
+    # For 4 layers, the default would be (2, 2, 1), which is refused below.
+    layers = tuple(chosen or default_layers(num_layers))
     flag = "--head.aux-layer-ids"
     if list(layers) != sorted(set(layers)):
         if chosen:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from redraft.files.foreign import AUX_LAYERS
+from redraft.files.foreign import AUX_LAYERS, default_layers
 from redraft.files.tensors import read_tensors
 from redraft.heads.doctor import shared
 from redraft.heads.doctor.pair import Check, Finding, Pair
@@ -49,8 +49,7 @@ def aux_layers(pair: Pair) -> Iterator[Finding]:
     if not top and nested:
         yield from _number_of_aux_layers(pair, nested)
         return
-    # vLLM's default if config.json lists no layers.
-    served = list(top or (2, num_layers // 2, num_layers - 3))
+    served = list(top or default_layers(num_layers))
     trained = pair.trained_with.get(AUX_LAYERS)
     if served != sorted(set(served)) or served[0] < 0 or served[-1] > num_layers:
         yield Finding(

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from redraft.files import foreign
 from redraft.files.artifact import MANIFEST, PROVENANCE, write_json
 from redraft.files.folder import CONFIG, WEIGHTS, read_config
 from redraft.files.foreign import AUX_LAYERS
@@ -73,8 +74,7 @@ def layers_read(pair: Pair) -> list[int]:
 
 def default_layers(pair: Pair) -> list[int]:
     """Return the layers that every engine reads if none are specified."""
-    count = pair.target_config.num_hidden_layers
-    return [2, count // 2, count - 3]
+    return foreign.default_layers(pair.target_config.num_hidden_layers)
 
 
 def name_later_norms(tensors: Tensors, name: str) -> None:

@@ -204,6 +204,14 @@ AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 SECTION = "eagle_config"
 
 
+def default_layers(num_layers: int) -> list[int]:
+    """Return the layers that an EAGLE-3 head reads in vLLM if its config.json lists none.
+
+    `num_layers` is the number of the target's layers.
+    """
+    return [2, num_layers // 2, num_layers - 3]
+
+
 def nested_layers(config: Mapping[str, Any]) -> list[int]:
     """Return the layers in an EAGLE-3 head's section, each as the number of layers below it.
 

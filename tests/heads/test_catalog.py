@@ -115,6 +115,12 @@ def test_layers_are_counted_alike_in_every_layout(name: str) -> None:
     assert family.max_tokens(of_speculators) == {"dflash": 6, "dspark": 7}[name]
 
 
+def test_an_eagle_3_head_that_lists_no_layers_reads_as_many_as_vllm_by_default() -> None:
+    eagle3, config = find_family("eagle3"), {"hidden_size": 8}
+    assert eagle3.states_shape(config) == (3, 8)
+    assert eagle3.states_shape(config | {"num_aux_hidden_states": 2}) == (2, 8)
+
+
 def test_a_head_is_recognised_by_its_tensors_whatever_its_config_says(tmp_path: Path) -> None:
     save_file(
         {"midlayer.hidden_norm.weight": torch.zeros(1)},

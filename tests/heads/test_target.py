@@ -45,6 +45,38 @@ def test_a_folder_without_embeddings_is_refused(tmp_path: Path) -> None:
         Target.from_folder(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("stored", "dtype"),
+    [
+        ("lm_head.qweight", torch.int32),
+        ("lm_head.weight_packed", torch.int32),
+        ("lm_head.weight", torch.float8_e4m3fn),
+        ("model.embed_tokens.weight", torch.uint8),
+    ],
+)
+def test_a_quantised_output_head_is_refused_and_not_taken_for_a_tied_one(
+    stored: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    make_target().save_pretrained(tmp_path)
+    tensors = read_tensors(tmp_path, tensor_files(tmp_path))
+    packed = tensors.pop(f"{stored.rpartition('.')[0]}.weight").to(dtype)
+    save_file({**tensors, stored: packed}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"{tmp_path} .*quantised {stored}"):
+        Target.from_folder(tmp_path)
+
+
+def test_a_copy_of_rows_that_a_quantised_target_has_in_float16_is_a_copy(tmp_path: Path) -> None:
+    target, name = Target.from_model(make_target()), "embed_tokens.weight"
+    rows = target.embed_VD.bfloat16()
+    rows[0] *= 1e-5  # float16 has few bits for such numbers
+    stored = rows.half()
+    assert not torch.equal(stored.bfloat16(), rows)
+    target.drop_copy(tensors := {name: rows}, name, stored, tmp_path)
+    assert tensors == {}
+    with pytest.raises(ValueError, match=rf"{name} differs"):
+        target.drop_copy({name: rows * 1.01}, name, stored, tmp_path)
+
+
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=rf"{tmp_path} .*model\.safetensors\.index\.json"):
         Target.from_folder(tmp_path)
