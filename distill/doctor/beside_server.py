@@ -30,6 +30,7 @@ from redraft.engine.running_server import CountedAnswer, RunningServer
 from redraft.eval.forecast.greedy import Continuation, forecast, generate_answers
 from redraft.eval.forecast.stored import StoredForecast
 from redraft.eval.parity.acceptance import find_dead, find_missed_forecast
+from redraft.files.checkpoint import refuse_quantised
 from redraft.files.progress import Progress
 from redraft.heads.doctor.pair import Finding, Pair
 from redraft.heads.draft import Batch, ExactTarget
@@ -67,6 +68,12 @@ def check_server(pair: Pair, check: ServerCheck, facts: dict[str, str]) -> Itera
         ValueError: the server drafts nothing, drafts uneven numbers of tokens, or also serves other
             clients.
     """
+    # The forecast runs the target in this process.
+    refuse_quantised(
+        pair.target,
+        f"--target {pair.target.name}",
+        "give the unquantised model from which the served one was made",
+    )
     server = check.server
     facts["server"] = f"{server.url}: {server.engine} {server.version or 'of an unknown version'}"
     yield from find_unknown_version(server, check.known_version)

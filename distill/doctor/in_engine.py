@@ -123,7 +123,7 @@ def plan_run(
     """
     stored, machine = StoredForecast.from_json(pair.provenance.forecast), machine or this_machine()
     dtype = engine.dtype or choose_dtype(pair, stored, machine, on_cpu=engine.on_cpu)
-    if pair.family.is_head:
+    if pair.family.is_head and not pair.target.quantization:
         require_model_heads(
             f"the target {pair.target.name}",
             pair.target.text_config,
@@ -226,10 +226,20 @@ def judge_dump(
     pair: Pair, plan: Plan, dump: Dump, facts: dict[str, str]
 ) -> Iterator[Finding | str]:
     """Return findings, and notes as text. Numbers are added to `facts`."""
-    draft, signal = load_as_trained(pair, dump.run.dtype)
-    yield from compare(draft, pair.family.name, signal, dump, device=this_machine().device)
-    num_tokens = dump.run.num_speculative_tokens
-    facts["compared"] = f"{len(dump.recorded())} blocks of {num_tokens} tokens, {dump.run.dtype}"
+    draft: Draft | None = None
+    signal: InProcessTarget | None = None
+    if pair.family.is_head and (method := pair.target.quantization):
+        yield (
+            "the outputs of vLLM's drafter were not compared with training, which runs only unquantised "
+            f"targets: {pair.target.name} is quantised ({method})"
+        )
+    else:
+        draft, signal = load_as_trained(pair, dump.run.dtype)
+        yield from compare(draft, pair.family.name, signal, dump, device=this_machine().device)
+        num_tokens = dump.run.num_speculative_tokens
+        facts["compared"] = (
+            f"{len(dump.recorded())} blocks of {num_tokens} tokens, {dump.run.dtype}"
+        )
     served = Served(
         outputs=dump.outputs[plan.num_long :],
         counts=dump.counts_by_prompt()[plan.num_long :],
@@ -242,14 +252,14 @@ def judge_acceptance(
     pair: Pair,
     plan: Plan,
     served: Served,
-    draft: Draft,
+    draft: Draft | None,
     signal: InProcessTarget | None,
     facts: dict[str, str],
 ) -> Iterator[Finding | str]:
     """Return findings and notes on acceptance.
 
     Acceptance is evaluated by itself, and against the published forecast or, without one, against
-    training.
+    training. Without `draft` and `signal`, other readings of the weights are not tried.
     """
     total, known = served.total, _in_forecast(plan, served)
     facts["acceptance"] = f"tau {total.tau:.3f} over {total.num_drafts} drafts"
@@ -270,7 +280,7 @@ def judge_acceptance(
         yield from missed
     else:
         yield from _judge_without_forecast(pair, plan, total)
-    if signal is not None:
+    if draft is not None and signal is not None:
         answers = list(zip(plan.prompts, served.outputs, strict=True))
         yield from find_better_readings(
             pair, draft, signal, answers, plan.run.num_speculative_tokens, this_machine().device

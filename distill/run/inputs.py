@@ -44,37 +44,42 @@ from redraft.heads.target import LoadedTarget
 TOKENS_A_WRITE = 32_768
 """Number of tokens per batch when states are computed for a cache."""
 
-SERVERS = "read it from vLLM servers (--signal.kind endpoint --signal.url URL)"
+SERVERS = (
+    "read it from vLLM servers (--signal.kind endpoint --signal.url URL), for a head started with "
+    "`redraft serve-features`"
+)
 
 
 def load_target(
-    target: TargetFolder, signal: Signal, device: torch.device, machine: Machine | None = None
+    target: TargetFolder,
+    signal: Signal,
+    device: torch.device,
+    machine: Machine | None = None,
+    *,
+    cure: str = SERVERS,
 ) -> Any:
     """Load a target's model, frozen and in its dtype. `machine` is this machine by default.
 
-    With a URL, only the embeddings, the final norm and the head are loaded here.
+    With a URL, only the embeddings, the final norm and the head are loaded here. `cure` ends the error
+    for a target that this process cannot load.
 
     Raises:
         FileNotFoundError, ValueError: a file is missing or corrupt.
         ValueError: the target's attention would not launch on the GPU.
     """
     if not signal.url:
+        refuse_quantised(target, f"{target.name} in this process", cure)
         target.fetch_and_check()  # fetched first, because the checks read the weights too
     require_served_alike(target)
     dtype = target.torch_dtype
     if signal.url:
         return load_skeleton(target, dtype, device)
-    refuse_quantised(
-        target, f"{target.name} in the training process", f"{SERVERS}, which serve it as it is"
-    )
     if device.type == "cuda":
         config, stored = target.text_config, dtype or target.text_config.dtype or torch.float32
         require_model_heads(f"the target {target.name}", config, stored, machine or this_machine())
     if signal.shard and PartialState().num_processes > 1:
         return load_sharded(target, device)
-    model = load_causal_lm(
-        target, dtype, cure=f"{SERVERS}, started with `redraft serve-features` for a head"
-    )
+    model = load_causal_lm(target, dtype, cure=cure)
     require_finite(model, f"the target {target.name}")
     return model.to(device).requires_grad_(False).eval()
 

@@ -443,6 +443,11 @@ def refuse(
         _refuse_choices(family, row, cfg)
     machine = launch_machine(machine)
     target = open_target(cfg.target, cfg.target_dtype, on_cpu=machine.gpu is None, machine=machine)
+    if cfg.signal.url and cfg.prove.engine and (method := target.quantization):
+        raise ValueError(
+            f"{cfg.target} is quantised ({method}), so this process could not tell ties from wrong answers "
+            "in the engine: add --prove.no-engine, and run redraft eval --no-forecast afterwards"
+        )
     if target.is_local:  # weights on the hub are fetched only after all checks
         target.fetch_and_check()
     model_class(target.config)

@@ -98,7 +98,8 @@ def main(cfg: ScoreConfig) -> None:
         if reads == "layers":
             listed = family.read_layers(read_config(cfg.draft))
             layers = list(aux_layers(listed, target.text_config.num_hidden_layers))
-    model = load_target(target, Signal(), device)
+    cure = "record the server with the plugin (redraft serve), which needs no scoring"
+    model = load_target(target, Signal(), device, cure=cure)
     signal = InProcessTarget(model, layers)
     # This writer deletes nothing, because the scored files no longer exist elsewhere.
     out = SpoolWriter(cfg.spool, "score", sys.maxsize)

@@ -18,6 +18,7 @@ from redraft.distill.data.day import choose_day
 from redraft.distill.data.samples import held_out_prompts
 from redraft.distill.run.proof import make_logits
 from redraft.engine import adaptive
+from redraft.engine.hardware import Machine, this_machine
 from redraft.engine.lookups import lookup_env
 from redraft.engine.lossless import compare_lossless
 from redraft.engine.machine import ENGINE_IS_CPU, engine_environment, environment
@@ -158,7 +159,7 @@ def main(cfg: BenchConfig) -> None:
         ],
         served=served,
         lossless=prove_lossless(target.name, confirmed[served], served, cfg)
-        if served and sampling.temperature == 0 and not penalties
+        if served and sampling.temperature == 0 and not penalties and can_judge(target)
         else None,
         settings=describe_settings(
             cfg,
@@ -470,6 +471,21 @@ class Rounds:
             )
             raise ChildProcessError(f"{error}{next(filter(None, cures), '')}") from error
         return self.groups[-1]
+
+
+def can_judge(target: TargetFolder, machine: Machine | None = None) -> bool:
+    """Whether this process can load the target in float32, to tell ties from wrong outputs.
+
+    If not, it prints the reason.
+    """
+    if method := target.quantization:
+        reason = f"is quantised ({method})"
+    elif target.in_dtype("float32").sizes.whole > (machine or this_machine()).host_bytes:
+        reason = "in float32 does not fit into this machine's memory"
+    else:
+        return True
+    print(f"outputs with and without the draft were not compared, because {target.name} {reason}")
+    return False
 
 
 def prove_lossless(target: str, results: Results, served: str, cfg: BenchConfig) -> LosslessReport:

@@ -119,7 +119,10 @@ def finished_drafts(cfg: BenchConfig) -> Iterator[Candidate]:
         ValueError, FileNotFoundError: a draft cannot be served.
     """
     for name, draft in name_drafts(cfg.draft, cfg.train).items():
-        size = count_parameters(draft.folder) if draft.folder else None
+        folder = draft.folder
+        # vLLM also serves pytorch_model.bin, whose parameters are not counted.
+        has_count = folder is not None and any(folder.glob("*.safetensors"))
+        size = count_parameters(folder) if folder and has_count else None
         config = forget_requests(draft.speculative(cfg.draft_sample_method))
         candidate = Candidate(name, name, config, cfg.num_speculative_tokens, size)
         require_servable(candidate.speculative_config)

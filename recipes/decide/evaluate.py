@@ -206,12 +206,9 @@ def load(target: TargetFolder, *, whole: bool = True) -> Any:
     if not whole:
         return load_skeleton(target, target.torch_dtype, torch.device("cpu"))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    require_target_room(
-        target,
-        device,
-        way_out="measure in the engine only: --no-forecast -- --tensor-parallel-size=N",
-    )
-    return load_target(target, Signal(), device)
+    cure = "measure in the engine only: --no-forecast"
+    require_target_room(target, device, way_out=f"{cure} -- --tensor-parallel-size=N")
+    return load_target(target, Signal(), device, cure=cure)
 
 
 def choose_day(cfg: EvalConfig, earlier: Mapping[str, Any]) -> datetime.date:

@@ -264,6 +264,10 @@ def test_a_quantised_target_is_refused_with_the_cure(
         head=Mtp(num_steps=4, as_mimo=True),
         output=tmp_path / "run",
     )
+    eagle1 = find_family("eagle1")
+    asked = replace(make_config(eagle1), target=str(folder), signal=served, output=tmp_path / "run")
+    with pytest.raises(ValueError, match=rf"\({method}\).*--prove\.no-engine"):
+        run_training(eagle1, asked)
     with pytest.raises(ValueError, match=rf"MTP.*{folder}.*\({method}\)"):
         run_training(mtp, cfg)
     assert not (tmp_path / "run").exists()

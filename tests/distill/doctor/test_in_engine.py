@@ -18,12 +18,13 @@ from redraft.distill.doctor.in_engine import (
     Served,
     ask_fallback,
     judge_acceptance,
+    judge_dump,
     load_as_trained,
     plan_run,
 )
 from redraft.engine.counts import AcceptanceCounts
 from redraft.engine.hardware import Machine
-from redraft.engine.parity.run import run_engine
+from redraft.engine.parity.run import Block, Dump, run_engine
 from redraft.eval.forecast.stored import StoredForecast, digest_prompt
 from redraft.eval.parity.compare import compare
 from redraft.files.artifact import publish
@@ -91,7 +92,7 @@ def test_acceptance_in_a_long_row_is_shown_by_context(random_target: Path, tmp_p
     counts = [AcceptanceCounts(num_drafts=DRAFTS, num_accepted=ACCEPTED)] * 16
     served = Served(outputs=[[1]] * 16, counts=counts, by_context={2048: counts[0]})
     facts: dict[str, str] = {}
-    list(judge_acceptance(pair, make_plan(pair, tmp_path, "float32"), served, None, None, facts))  # type: ignore[arg-type]
+    list(judge_acceptance(pair, make_plan(pair, tmp_path, "float32"), served, None, None, facts))
     tau = 1 + ACCEPTED / DRAFTS
     assert facts["by context"] == f"tau {tau:.2f} at 2,048 to 4,095 tokens ({DRAFTS} drafts)"
 
@@ -107,8 +108,31 @@ def test_acceptance_without_a_reference_says_what_it_was_counted_on(
     plan.stored = None
     counts = [AcceptanceCounts(num_drafts=drafts, num_accepted=drafts // 2)] * 16
     served = Served(outputs=[[1]] * 16, counts=counts)
-    notes = list(judge_acceptance(pair, plan, served, None, None, {}))  # type: ignore[arg-type]
+    notes = list(judge_acceptance(pair, plan, served, None, None, {}))
     assert told in str(notes[-1])
+
+
+def test_of_a_quantised_target_the_acceptance_is_judged_without_a_comparison(
+    random_target: Path, tmp_path: Path
+) -> None:
+    make_pair(random_target, tmp_path / "draft", None)
+    target = shutil.copytree(random_target, tmp_path / "target")
+    config = json.loads((target / "config.json").read_text())
+    packed = {"quantization_config": {"quant_method": "awq"}}
+    (target / "config.json").write_text(json.dumps(config | packed))
+    pair = Pair.read(TargetFolder.open(target), tmp_path / "draft")
+    plan = make_plan(pair, tmp_path, "float32")
+    blocks = [
+        Block(request=request, num_output=number, drafted=[1, 2, 3], passes=[])
+        for request in range(16)
+        for number in (1, 3, 5, 7)  # in each, one draft token is accepted
+    ]
+    dump = Dump(run=plan.run, outputs=[[1] * 9] * 16, blocks=blocks)
+    facts: dict[str, str] = {}
+    first, *_ = judge_dump(pair, plan, dump, facts)
+    assert "(awq)" in str(first)
+    assert facts["acceptance"] == "tau 2.000 over 48 drafts"
+    assert "compared" not in facts
 
 
 TIES = [1, -1, 0, 0] * 4

@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from redraft.distill.data.conversations import load_conversations
 from redraft.engine import adaptive
 from redraft.engine.counts import AcceptanceCounts
+from redraft.engine.hardware import Machine
 from redraft.engine.lookup_first import HeadLimits, mix
 from redraft.engine.measure import Measurement, Output
 from redraft.engine.prompts import Prompt
@@ -454,6 +455,28 @@ def test_finished_drafts_have_different_names(tmp_path: Path) -> None:
         names("a/draft", "a/draft")
     with pytest.raises(ValueError, match=r"--train medusa\b.*\btwice"):
         BenchConfig(train=("medusa", "layers-2", "medusa"))
+
+
+def test_a_finished_draft_may_have_its_weights_in_an_old_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    torch.save({"midlayer.hidden_norm.weight": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
+    (draft,) = finished_drafts(BenchConfig(draft=(str(tmp_path),)))
+    assert draft.speculative_config["method"] == "eagle3"
+
+
+def test_outputs_are_compared_only_where_the_target_can_be_loaded(
+    tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = TargetFolder.open(tiny_target)
+    assert bench.can_judge(target, Machine(cpu_has_bfloat16=False))
+    assert capsys.readouterr().out == ""
+    assert not bench.can_judge(target, Machine(cpu_has_bfloat16=False, host_bytes=1 << 20))
+    assert "memory" in capsys.readouterr().out
+    shutil.copytree(tiny_target, tmp_path / "awq")
+    packed = read_config(tiny_target) | {"quantization_config": {"quant_method": "awq"}}
+    (tmp_path / "awq" / "config.json").write_text(json.dumps(packed))
+    assert not bench.can_judge(TargetFolder.open(tmp_path / "awq"))
+    assert "(awq)" in capsys.readouterr().out
 
 
 def test_finished_drafts_forget_what_they_answered() -> None:

@@ -387,6 +387,19 @@ def test_a_target_that_does_not_fit_is_told_with_the_way_to_count_it(
     assert "--no-forecast" in error
 
 
+def test_a_quantised_target_is_refused_with_the_way_to_count_it(
+    run: Run, served_pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = shutil.copytree(served_pair[0], tmp_path / "target")
+    config = json.loads((target / "config.json").read_text())
+    packed = {"quantization_config": {"quant_method": "awq"}}
+    (target / "config.json").write_text(json.dumps(config | packed))
+    assert run("--no-engine", "--draft", "ngram", "--target", str(target)) == 2
+    error = capsys.readouterr().err
+    assert re.search(r"\(awq\).*--no-forecast", error)
+    assert "--signal" not in error, "a flag of another command"
+
+
 @torch.no_grad()
 def test_the_forecast_leaves_the_whole_gpu_to_the_engine(
     served_pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -7,7 +7,7 @@ import platform
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,11 +17,14 @@ from local_hub import keep_in_cache
 from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
+from redraft.distill.doctor.beside_server import check_server
 from redraft.distill.doctor.label_probe import label_probe
 from redraft.engine.machine import BREAK_CPU_ENGINE, Facts, diagnose, gather, list_facts
 from redraft.files.artifact import publish
 from redraft.files.checkpoint import load_tokenizer
 from redraft.files.folder import fingerprint
+from redraft.files.target_folder import TargetFolder
+from redraft.heads.doctor.pair import Pair
 from redraft.heads.families.eagle1 import Config as Eagle1Config
 from redraft.heads.families.eagle1 import Eagle1
 from redraft.heads.families.retrieval import Config as Counts
@@ -268,6 +271,17 @@ def test_problems_keep_the_engine_from_being_started(random_target, tmp_path, ca
     flags = make_head(random_target, tmp_path / "draft") | {"engine": "vllm"}
     assert status(**flags, method="medusa") == 1
     assert "not run in the engine" in capsys.readouterr().out
+
+
+def test_a_running_server_is_compared_with_the_unquantised_model(random_target, tmp_path, capsys):
+    make_head(random_target, tmp_path / "draft")
+    target = shutil.copytree(random_target, tmp_path / "target")
+    config = json.loads((target / "config.json").read_text())
+    packed = {"quantization_config": {"quant_method": "fp8"}}
+    (target / "config.json").write_text(json.dumps(config | packed))
+    pair = Pair.read(TargetFolder.open(target), tmp_path / "draft")
+    with pytest.raises(ValueError, match=r"--target .*\(fp8\).*unquantised model"):
+        next(check_server(pair, cast(Any, None), {}))
 
 
 @pytest.mark.parametrize(
