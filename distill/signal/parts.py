@@ -64,6 +64,16 @@ def read_last_layers(
     )
 
 
+def read_final_norm(target: TargetFolder, dtype: torch.dtype) -> nn.Module:
+    """Return the target's final norm, read from its files, whether they are quantised or not.
+
+    Raises:
+        FileNotFoundError
+        ValueError: the norm is missing.
+    """
+    return final_norm(_load(target, dtype, lambda layer, name: False))
+
+
 def read_stream_norms(target: TargetFolder, dtype: torch.dtype, layer_ids: Collection[int]) -> Any:
     """Load the target with only the norms that `stream_scales` reads.
 

@@ -38,6 +38,12 @@ class Sample:
             raise SettingError(f"{{fraction}} is {self.fraction}: it must be between 0 and 1")
         require_least(self, logprobs=1, spool_bytes=1)
 
+    @property
+    def share(self) -> str:
+        """The recorded part of the traffic, as text."""
+        whose = f" of the tenants {', '.join(self.tenants)}" if self.tenants else ""
+        return f"{100 * self.fraction:.3g}% of all requests{whose}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recording(Sample):

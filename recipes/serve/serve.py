@@ -19,16 +19,31 @@ from redraft.engine.command import vllm_command
 from redraft.engine.live_file import LiveConfig
 from redraft.engine.lookups import lookup_env, needs_plugin, on_device
 from redraft.engine.machine import ENGINE_IS_CPU, count_cores
-from redraft.engine.server import engine_dtype, find_two_speeds, require_servable, vllm_keys
+from redraft.engine.server import (
+    allow_slow_start,
+    engine_dtype,
+    find_two_speeds,
+    require_servable,
+    vllm_keys,
+)
 from redraft.engine.settings import read_settings, write_settings
 from redraft.eval.forecast.draft_source import DraftSource, Lookups
 from redraft.files.folder import INDEX, is_hub_name, open_folder, text_sections, weight_files
 from redraft.files.folder import read_config as read_model
 from redraft.files.private import require_own
+from redraft.heads.catalog import find_speculative
 from redraft.heads.families.retrieval import LIVE
 from redraft.heads.provenance import read_provenance
-from redraft.online.engine.config import PLUGIN_NAME, TABLE, check_pace, make_table, read_config
+from redraft.online.engine.config import (
+    PLUGIN_NAME,
+    TABLE,
+    CaptureConfig,
+    check_pace,
+    make_table,
+    read_config,
+)
 from redraft.online.fleet.registry import Registry
+from redraft.online.records.nats_config import hide_credentials
 from redraft.recipes.serve.serve_config import ServeConfig
 from redraft.recipes.serve.vllm_flags import (
     BESIDE_A_DRAFT,
@@ -42,6 +57,7 @@ from redraft.recipes.serve.vllm_flags import (
     list_warnings,
     read_flags,
     require_agreement,
+    require_mtp,
     require_private,
     require_same_weights,
 )
@@ -75,7 +91,8 @@ MODEL_FLAGS = ("method", "draft_sample_method", "rejection_sample_method")
 
 
 def main(cfg: ServeConfig) -> None:
-    environment = os.environ | plugin_environment(cfg, os.environ)
+    environment = {**os.environ, **allow_slow_start(os.environ)}
+    environment |= plugin_environment(cfg, os.environ)
     read_config(environment)  # report a wrong setting now, not after vLLM has spent minutes loading
     require_private(read_flags(cfg.vllm_args), os.environ)
     require_same_weights(cfg.target, os.environ)
@@ -84,7 +101,9 @@ def main(cfg: ServeConfig) -> None:
     _draft(cfg).require_package()
     cfg.capture.make_spool()
     notes = list_notes(_draft(cfg), tenants_share=cfg.live.shared, is_ahead=schedules_ahead(cfg))
-    for note in (*notes, *note_template(_draft(cfg).folder, read_flags(cfg.vllm_args))):
+    notes += note_template(_draft(cfg).folder, read_flags(cfg.vllm_args))
+    notes += describe_recording(cfg.capture)
+    for note in notes:
         print(f"note: {note}", file=sys.stderr)
     for warning in list_warnings(
         read_flags(cfg.vllm_args), cfg.target, _draft(cfg).folder, speculative_config(cfg)
@@ -99,6 +118,14 @@ def main(cfg: ServeConfig) -> None:
     lookup = lookup_env(speculative_config(cfg), read_settings(environment))
     # Use exec, not a child process, so that signals from systemd or Kubernetes reach vLLM directly.
     os.execve(command[0], command, environment | lookup)
+
+
+def describe_recording(capture: CaptureConfig) -> list[str]:
+    """Describe which requests are recorded, and where; empty if nothing is."""
+    if not capture.is_on:
+        return []
+    place = capture.spool or hide_credentials(capture.ingest)
+    return [f"records {capture.share} as text in {place} (--capture.fraction, --capture.tenants)"]
 
 
 def list_notes(
@@ -162,9 +189,12 @@ def server_command(cfg: ServeConfig) -> list[str]:
         weight_files(Path(cfg.target))  # vLLM would have to choose between two sets of weights
     draft = _draft(cfg)
     folder = draft.folder
-    parts = list_parts(draft, records=cfg.capture.is_on)
+    parts = list_parts(draft, records=cfg.capture.is_on, method=cfg.method)
+    parts += [] if cfg.pace in ("off", "adaptive") else ["pace"]
     flags = read_flags(cfg.vllm_args)
     require_agreement(cfg.vllm_args, flags, cfg.target, parts)
+    if draft.is_without_folder and not draft.is_lookup:
+        require_mtp(cfg.target)
     config = speculative_config(cfg)
     if cfg.live.folder is not None:
         require_own(cfg.live.folder)
@@ -189,15 +219,25 @@ def server_command(cfg: ServeConfig) -> list[str]:
     )
 
 
-def list_parts(draft: DraftSource | None, *, records: bool) -> list[Beside]:
-    """List the active parts of redraft, named as in `CLASHES`. `draft` is None for a new head."""
+def list_parts(
+    draft: DraftSource | None, *, records: bool, method: str | None = None
+) -> list[Beside]:
+    """List the active parts of redraft, named as in `CLASHES`.
+
+    `draft` is None for a new head. `method` is vLLM's method for the draft, if the user gives one.
+    """
     parts: list[Beside] = ["records"] if records else []
     if draft is not None and looks_up(draft) and not draft.has_answers:
         parts.append("lookup")
     if draft is not None and draft.is_lookup:
         return parts
     parts.append("model")
-    return [*parts, "head"] if draft is None or draft.family.is_head else parts
+    if draft is None:
+        return [*parts, "head"]
+    # By vLLM's method, because redraft has no module for some drafts that vLLM serves.
+    model = draft if draft.lookup is None else draft.parts[1]
+    family = find_speculative(model.speculative(method=method))
+    return parts if family is not None and not family.is_head else [*parts, "head"]
 
 
 def template_arguments(draft: Path) -> list[str]:

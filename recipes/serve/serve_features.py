@@ -51,6 +51,7 @@ def main(cfg: FeaturesConfig) -> None:
         ValueError: the target has no such layer, or vLLM cannot send the target's states.
     """
     # Imported here, because they import torch.
+    from redraft.engine.server import allow_slow_start
     from redraft.engine.settings import read_settings, write_settings
     from redraft.engine.wait import ENABLED
     from redraft.files.checkpoint import load_text_config
@@ -67,6 +68,7 @@ def main(cfg: FeaturesConfig) -> None:
     command = server_command(cfg, config.num_hidden_layers)
     # The plugin detects when weights are replaced.
     variables = {
+        **allow_slow_start(os.environ),
         "VLLM_PLUGINS": with_plugin(os.environ.get("VLLM_PLUGINS")),
         **write_settings(read_settings(), ENABLED),
     }

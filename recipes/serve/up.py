@@ -9,6 +9,7 @@ Each part is a process with its own log. All settings are checked before the fir
 
 import contextlib
 import errno
+import math
 import os
 import re
 import shutil
@@ -30,7 +31,14 @@ from redraft.engine.process import exiting_on_sigterm
 from redraft.engine.proxies import is_local
 from redraft.eval.forecast.draft_source import DraftSource
 from redraft.files.artifact import publish, require_space, write_whole
-from redraft.files.folder import fetch_model, open_folder, read_config, weight_files
+from redraft.files.folder import (
+    fetch_model,
+    open_folder,
+    read_config,
+    tensor_entries,
+    text_sections,
+    weight_files,
+)
 from redraft.files.lock import own
 from redraft.files.private import make_private, require_own
 from redraft.files.settings import render_value
@@ -66,6 +74,7 @@ from redraft.recipes.serve.vllm_flags import (
     list_warnings,
     read_flags,
     require_agreement,
+    require_mtp,
     require_private,
     require_same_weights,
 )
@@ -170,7 +179,7 @@ def make_plan(cfg: UpConfig) -> Plan:
     read_config(target)
     flags = read_flags(cfg.vllm_args)
     draft = DraftSource.parse(cfg.draft) if cfg.draft and cfg.draft != HEAD else None
-    parts: list[Beside] = ["up", *list_parts(draft, records=True)]
+    parts: list[Beside] = ["up", "pace", *list_parts(draft, records=True)]
     require_agreement(cfg.vllm_args, flags, str(target), parts)
     require_private(flags, os.environ)
     check_pace(cfg.pace, cfg.num_speculative_tokens)
@@ -264,6 +273,8 @@ def check_folder(
                 f"--draft {draft}: redraft up chooses the lookup itself; set --draft {draft.source}"
             )
         speculative_config(ServeConfig(target=str(target), draft=cfg.draft))
+        if draft.is_without_folder and not draft.is_lookup:
+            require_mtp(str(target))
     return None
 
 
@@ -424,12 +435,14 @@ def make_new_head(
 def write_new_head(target: Path, folder: Path, num_tokens: int, most_ids: int = MOST_IDS) -> None:
     """Publish a head initialised with the weights of the target's last layer.
 
+    If the target is quantised, the head's layer starts from random weights.
+
     Raises:
         ValueError, OSError: the target has too few layers, or its layers do not fit such a head.
     """
     import torch
 
-    from redraft.distill.signal.parts import read_last_layers
+    from redraft.distill.signal.parts import read_final_norm, read_last_layers
     from redraft.heads.families.eagle3 import Config as Options
     from redraft.heads.families.eagle3 import Eagle3
     from redraft.heads.target import Target
@@ -448,7 +461,14 @@ def write_new_head(target: Path, folder: Path, num_tokens: int, most_ids: int = 
         )
     torch.manual_seed(0)
     head = Eagle3(Options(num_steps=num_tokens), weights, ids_W)
-    head.init_from_layers(*read_last_layers(opened, torch.float32, 1))
+    if method := opened.quantization:
+        print(
+            f"the new head starts from random weights, because {opened.name} is quantised ({method}); "
+            "if there is a trained head for this model, e.g. on the hub, start from it with --draft"
+        )
+        head.init_from_layers([torch.nn.Module()], read_final_norm(opened, torch.float32))
+    else:
+        head.init_from_layers(*read_last_layers(opened, torch.float32, 1))
     with torch.no_grad():
         # vLLM shares the target's output head if the draft's is equal, and a swap could then not
         # change it.
@@ -479,6 +499,49 @@ def place_learner(gpus: Sequence[str], flags: Mapping[str, str]) -> Place:
     )
     line = f"the learner shares GPU {gpu} {pauses}: {memory}; it starts when the server is ready"
     return Place(line=line, gpu=gpu, vllm_args=arguments)
+
+
+WEIGHT_BYTES = {"adamw": 16, "muon": 12}
+"""Bytes per weight of a draft in training: the weight, its gradient and the optimizer's state."""
+
+
+def find_shortage(plan: Plan, settings: LearnerConfig, gpu_bytes: int) -> str:
+    """Return a warning if the learner's part of the GPU is too small for any step; otherwise "".
+
+    `gpu_bytes` is the memory of the GPU that it shares. Activations are not counted.
+    """
+    given = plan.flags.get("gpu_memory_utilization", str(SHARED))
+    if not re.fullmatch(r"0?\.\d+", given):  # vLLM will report it
+        return ""
+    left, family = gpu_bytes * (1 - float(given)), find_family(settings.draft.family)
+    # The engines' maps, and some heads' copies of the target's embeddings, are not trained.
+    num_weights = sum(
+        math.prod(entry["shape"])
+        for name, entry in tensor_entries(plan.folder / "registry" / "current").items()
+        if not name.endswith(("d2t", "t2d")) and not (family.is_head and "embed_tokens" in name)
+    )
+    need = num_weights * WEIGHT_BYTES[settings.training.optimizer]
+    if family.is_head:  # the learner also holds the target's embeddings and output head
+        whole, text = text_sections(read_config(plan.target))
+        sizes = {**whole, **text}
+        num_tables = 1 if sizes.get("tie_word_embeddings") else 2
+        need += 2 * num_tables * sizes["vocab_size"] * sizes["hidden_size"]
+    if left >= need:
+        return ""
+    return (
+        f"{left / 1e9:.1f} of the {gpu_bytes / 1e9:.1f} GB of GPU {plan.place.gpu} are left for the "
+        f"learner, but a training step needs more than {need / 1e9:.1f} GB: lower "
+        "--gpu-memory-utilization after the --, or serve without a learner (--capture.fraction 0)"
+    )
+
+
+def read_gpu_bytes(gpu: str) -> int:
+    """Return the memory of an NVIDIA GPU in bytes; 0 if it is unknown."""
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    found = subprocess.run([*query, f"--id={gpu}"], capture_output=True, text=True, check=False)
+    return int(found.stdout) << 20 if found.stdout.strip().isdecimal() else 0
 
 
 def spare_cores(environment: Mapping[str, str]) -> dict[str, str]:
@@ -586,6 +649,9 @@ def run(plan: Plan, *, learns: bool) -> None:
     if learns and not plan.cfg.join:
         gpu = plan.place.gpu
         screen.say(plan.place.line)
+        gpu_bytes = read_gpu_bytes(gpu) if plan.place.shares and gpu else 0
+        if gpu_bytes and (warning := find_shortage(plan, settings, gpu_bytes)):
+            screen.say(f"warning: {warning}")
         command = [*COMMAND, "learner", "--config", str(plan.folder / SETTINGS)]
         learner = Part(
             "learner",

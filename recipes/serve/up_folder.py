@@ -115,7 +115,6 @@ def describe_records(cfg: LearnerConfig, capture: ServerSample) -> list[str]:
     family, buffer = find_family(cfg.draft.family), cfg.buffer_config
     if capture.fraction == 0:
         return ["records nothing, because --capture.fraction is 0"]
-    whose = f" of the tenants {', '.join(capture.tenants)}" if capture.tenants else ""
     parts, size = "text as token ids and log-probabilities", "about 0.3 kB per generated token"
     if family.is_head and cfg.draft.initial is not None:
         count, width = family.states_shape(read_config(cfg.draft.initial))
@@ -127,7 +126,7 @@ def describe_records(cfg: LearnerConfig, capture: ServerSample) -> list[str]:
         f"{buffer.max_bytes / 1e9:.1f} GB in the buffer"
     )
     return [
-        f"records {100 * capture.fraction:.3g}% of all requests{whose} ({parts}) to train the draft",
+        f"records {capture.share} ({parts}) to train the draft",
         f"  in {cfg.spool}, then in {buffer.folder}, readable only by this user (mode 0700)",
         f"  {size}; at most {most}; deleted after {buffer.max_age_s / 86400:.3g} days",
         "  never records a request with the header X-Redraft-Opt-Out: 1; --capture.fraction 0 "

@@ -4,6 +4,7 @@ They are checked before the server starts.
 """
 
 import os
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,14 @@ from typing import Any, Literal
 from redraft.engine import adaptive
 from redraft.engine.counters import EMBEDS_BESIDE_DRAFT, LOG_STATS_OFF
 from redraft.engine.proxies import is_local
-from redraft.files.folder import model_folder, read_generation_config
+from redraft.files.folder import (
+    model_folder,
+    open_folder,
+    read_config,
+    read_generation_config,
+    tensor_files,
+    text_sections,
+)
 from redraft.files.target_folder import TargetFolder
 from redraft.heads.doctor.pair import Pair
 
@@ -25,9 +33,13 @@ ALIASES = {
     "cc": "compilation_config", "O": "optimization_level",
 }  # fmt: skip
 
-Beside = Literal["redraft", "model", "head", "lookup", "records", "up"]
+MTP_TENSOR, IN_LAYER = re.compile(r"(?i)mtp|nextn|eh_proj"), re.compile(r"\blayers\.(\d+)\.")
+"""Names of tensors in MTP layers, and in a numbered layer."""
+
+Beside = Literal["redraft", "model", "head", "lookup", "records", "pace", "up"]
 """The part of redraft that a flag conflicts with. `redraft` means any server that redraft starts.
-Heads and standalone drafts are models too.
+Heads and standalone drafts are models too. `pace` means that redraft chooses the number of draft
+tokens.
 """
 
 
@@ -159,16 +171,17 @@ CLASHES = (
     Clash(
         flag="data_parallel_size",
         reason="above 1 creates replicas, which cannot choose the number of draft tokens",
-        way_out="run redraft up --join once per replica",
-        beside="up",
+        way_out="start a server for each replica (redraft up: --join), or use redraft serve with "
+        "--pace off",
+        beside="pace",
         counts=is_many,
     ),
     Clash(
         flag="pipeline_parallel_size",
         reason="above 1 computes several batches at once, and a batch would use the number of draft "
         "tokens chosen for another",
-        way_out="use --tensor-parallel-size",
-        beside="up",
+        way_out="use --tensor-parallel-size, or redraft serve with --pace off",
+        beside="pace",
         counts=is_many,
     ),
     Clash(
@@ -376,6 +389,27 @@ def require_same_weights(target: str, environment: Mapping[str, str]) -> None:
             f"the folder "
             "with the weights"
         )
+
+
+def require_mtp(target: str) -> None:
+    """Raise ValueError if the target's files contain no MTP layer, for the draft `mtp`.
+
+    vLLM would report it only after minutes of loading, or not at all.
+    """
+    try:
+        folder = open_folder(target)
+        names, sections = tensor_files(folder), text_sections(read_config(folder))
+    except FileNotFoundError:  # vLLM will download the files, or report the error
+        return
+    numbers = [section.get("num_hidden_layers") or 0 for section in sections]
+    beyond = (int(layer[1]) for name in names if (layer := IN_LAYER.search(name)))
+    # DeepSeek's and GLM's MTP layers follow the target's layers.
+    if any(map(MTP_TENSOR.search, names)) or any(number >= max(numbers) for number in beyond):
+        return
+    raise ValueError(
+        f"{target} contains no MTP layer, which a quantised copy may leave out: choose a different "
+        "--draft, or a copy of the target that has the layer"
+    )
 
 
 def list_warnings(

@@ -109,10 +109,9 @@ def vllm_server(
     if speculative_config is not None:
         arguments += ["--speculative-config", json.dumps(vllm_keys(speculative_config))]
         arguments += ["--per-request-spec-decode-metrics", "detailed"]
-    ready_s = os.environ.get("VLLM_ENGINE_READY_TIMEOUT_S", str(START_TIMEOUT_S))
     env = {
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_ENGINE_READY_TIMEOUT_S": ready_s,
+        **allow_slow_start(os.environ),
         **(extra_env or {}),
     }
     asked = merge(engine_wait.ENABLED, read_settings({**os.environ, **env}))
@@ -133,6 +132,12 @@ def vllm_server(
         )
         wait_until_healthy(server.url, process, log, given_up=given_up)
         yield server
+
+
+def allow_slow_start(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return vLLM's variable that limits the start of an engine: as given, or `START_TIMEOUT_S`."""
+    name = "VLLM_ENGINE_READY_TIMEOUT_S"
+    return {name: environment.get(name, str(START_TIMEOUT_S))}
 
 
 def engine_dtype(model: str | Path) -> str:

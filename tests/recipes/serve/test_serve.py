@@ -15,13 +15,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import tyro
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from redraft.engine import adaptive
 from redraft.engine.live_file import LiveConfig
 from redraft.engine.lookups import lookup_env
 from redraft.engine.machine import ENGINE_IS_CPU
-from redraft.engine.server import vllm_keys
+from redraft.engine.server import START_TIMEOUT_S, allow_slow_start, vllm_keys
 from redraft.engine.settings import read_settings, write_settings
 from redraft.engine.target_dtype import default_target_dtype
 from redraft.eval.forecast.draft_source import DraftSource
@@ -35,6 +35,7 @@ from redraft.recipes.serve import serve, serve_features
 from redraft.recipes.serve.serve import (
     RAY_PREFIXES,
     ServeConfig,
+    describe_recording,
     keeps_states,
     list_notes,
     note_template,
@@ -261,6 +262,54 @@ def test_a_draft_that_vllm_has_no_proposer_for_is_told_before_it_starts(tmp_path
     write_draft(tmp_path, "hydra")
     with pytest.raises(ValueError, match="Hydra"):
         server_command(parse("target", "--draft", str(tmp_path)))
+
+
+def test_a_draft_that_only_vllm_reads_is_served_as_a_head(tmp_path):
+    """The layers of another trainer, quantised weights, and weights in an old file."""
+    write_draft(tmp_path / "latent", "eagle3")
+    tensors = load_file(tmp_path / "latent" / "model.safetensors")
+    latent = {"midlayer.self_attn.kv_a_proj_with_mqa.weight": torch.zeros(1)}
+    save_file(tensors | latent, tmp_path / "latent" / "model.safetensors", {"format": "pt"})
+    write_draft(tmp_path / "fp8", "eagle3", quantization_config={"quant_method": "fp8"})
+    write_draft(tmp_path / "old", "eagle3")
+    (tmp_path / "old" / "model.safetensors").unlink()
+    torch.save(tensors, tmp_path / "old" / "pytorch_model.bin")
+    for name in ("latent", "fp8", "old"):
+        given = ("target", "--draft", str(tmp_path / name))
+        command = server_command(parse(*given))
+        found = json.loads(command[command.index("--speculative-config") + 1])
+        assert (found["method"], found["model"]) == ("eagle3", str(tmp_path / name))
+        with pytest.raises(ValueError, match="--kv-sharing-fast-prefill"):
+            server_command(parse(*given, "--", "--kv-sharing-fast-prefill"))
+
+
+def test_the_mtp_layer_of_a_target_without_one_is_refused(random_target, tmp_path):
+    target = shutil.copytree(random_target, tmp_path / "target")
+    tensors = load_file(target / "model.safetensors")
+    for draft in ("mtp", "ngram+mtp"):
+        with pytest.raises(ValueError, match=rf"^{target} contains no MTP layer"):
+            server_command(parse(str(target), "--draft", draft))
+    # Of Qwen3-Next, of MiMo, and of DeepSeek after its 2 layers.
+    for name in ("mtp.fc.weight", "model.mtp_layers.0.x.weight", "model.layers.2.enorm.weight"):
+        layer = {name: torch.zeros(1)}
+        save_file(tensors | layer, target / "model.safetensors", {"format": "pt"})
+        assert '"mtp"' in str(server_command(parse(str(target), "--draft", "mtp")))
+
+
+def test_what_is_recorded_is_said_before_the_start():
+    assert describe_recording(CaptureConfig()) == []
+    (line,) = describe_recording(CaptureConfig(spool=Path("records")))
+    assert "100% of all requests as text in records" in line
+    log = CaptureConfig(ingest="nats://user:secret@log:4222", fraction=0.02, tenants=("a", "b"))
+    (line,) = describe_recording(log)
+    assert "2% of all requests of the tenants a, b as text in nats://log:4222 " in line
+    assert "secret" not in line
+
+
+def test_an_engine_may_take_half_an_hour_to_start_unless_the_user_says_otherwise():
+    name = "VLLM_ENGINE_READY_TIMEOUT_S"
+    assert allow_slow_start({}) == {name: str(START_TIMEOUT_S)}
+    assert allow_slow_start({name: "60"}) == {name: "60"}
 
 
 def write_dspark(folder, **changed):
@@ -639,6 +688,27 @@ def test_a_pace_gives_vllm_a_table_of_all_numbers_and_the_plugin_the_pace(tmp_pa
             server_command(
                 parse("target", "--draft", draft, "--num-speculative-tokens", "5", "--pace", pace)
             )
+
+
+@pytest.mark.parametrize("flag", ["--data-parallel-size", "--pipeline-parallel-size"])
+def test_a_pace_is_refused_where_it_cannot_choose_the_number(flag, tmp_path):
+    given = ("target", "--draft", write_draft(tmp_path))
+    for pace in ("auto", "2"):
+        for number, is_refused in (("2", True), ("1", False)):
+            cfg = parse(*given, "--pace", pace, "--", flag, number)
+            refused = (
+                pytest.raises(ValueError, match=rf"^{flag} .*--pace off")
+                if is_refused
+                else nullcontext()
+            )
+            with refused:
+                server_command(cfg)
+    server_command(parse(*given, "--", flag, "2"))
+
+
+def test_the_guide_for_a_server_of_ones_own_has_the_table_of_its_pace():
+    guide = (Path(__file__).parents[3] / "docs" / "online.md").read_text()
+    assert f'"num_speculative_tokens_per_batch_size": {make_table(3)}' in guide
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import errno
 import functools
+import json
 import os
 import re
 import shutil
@@ -33,7 +34,7 @@ import tyro
 from local_server import serve_handler
 from prometheus_client import CollectorRegistry, generate_latest
 from real_server import START_TIMEOUT_S
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_serve import write_draft, write_dspark
 from tokenizers import AddedToken
 from waiting import PATIENCE_S, wait_until
@@ -50,7 +51,11 @@ from redraft.files.folder import read_config
 from redraft.files.lock import AlreadyOwnedError, own
 from redraft.files.target_folder import TargetFolder
 from redraft.heads.catalog import detect_family
-from redraft.online.daemon.config import load_config
+from redraft.heads.families.eagle3 import Config as Eagle3Config
+from redraft.heads.families.eagle3 import Eagle3
+from redraft.heads.target import Target
+from redraft.online.daemon.config import LearnerConfig, load_config
+from redraft.online.daemon.opening import open_buffer
 from redraft.online.engine.config import CaptureConfig, ServerSample
 from redraft.online.engine.feed import name_owner
 from redraft.online.engine.pace_status import PaceMetrics
@@ -965,6 +970,101 @@ def test_a_new_head_proposes_the_words_that_answers_of_a_chat_are_full_of(tiny_t
     tensors = load_file(tmp_path / "draft" / "model.safetensors")
     proposed = (tensors["d2t"] + torch.arange(len(tensors["d2t"]))).tolist()
     assert set(proposed) == {*range(100), 300, *TargetFolder.open(target).end_ids}
+
+
+def quantise(target: Path, folder: Path) -> Path:
+    """A copy whose layers are packed as AWQ does it."""
+    shutil.copytree(target, folder)
+    tensors = load_file(folder / "model.safetensors")
+    packed = {
+        name.replace("_proj.weight", "_proj.qweight"): tensor.to(torch.int32)
+        if "_proj" in name
+        else tensor.to(torch.float16)
+        for name, tensor in tensors.items()
+    }
+    save_file(packed, folder / "model.safetensors", {"format": "pt"})
+    config = read_config(folder) | {"quantization_config": {"quant_method": "awq"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def begin(plan: up.Plan, draft: Path) -> LearnerConfig:
+    """Publish a folder's first version, as `redraft up` does."""
+    plan.folder.mkdir()
+    settings = plan.folder / "learner.toml"
+    settings.write_text(up.render_settings(plan, up.DraftSource(source=str(draft)), 0))
+    up.publish_first(settings)
+    return load_config(settings)
+
+
+def test_a_quantised_target_has_a_new_head_too_that_says_where_it_starts(
+    tiny_target, tmp_path, capsys
+):
+    target = quantise(tiny_target, tmp_path / "target")
+    assert str(up.make_new_head(target, tmp_path / "draft", 3)) == str(tmp_path / "draft")
+    assert re.search(r"random weights.*\(awq\).*--draft", capsys.readouterr().out)
+    head = load_file(tmp_path / "draft" / "model.safetensors")
+    norm = load_file(target / "model.safetensors")["model.norm.weight"]
+    assert torch.equal(head["norm.weight"], norm.bfloat16())
+    plan = up.make_plan(
+        UpConfig(
+            target=str(target), folder=tmp_path / "all", vllm_args=("--port", str(free_port()))
+        )
+    )
+    cfg = begin(plan, tmp_path / "draft")
+    assert Registry(cfg.registry).current() == "v000001"
+
+
+def test_a_learner_takes_an_eagle_3_head_that_lists_no_layers(tiny_target, tmp_path):
+    head = Eagle3(Eagle3Config(), Target.from_folder(tiny_target))
+    head.lm_head.weight.data *= 1.01  # a trained head differs from the target's
+    head.export(tmp_path / "draft")
+    config = read_config(tmp_path / "draft")
+    for key in ("eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states", "redraft"):
+        del config[key]
+    (tmp_path / "draft" / "config.json").write_text(json.dumps(config))
+    vllm_args = ("--port", str(free_port()))
+    draft = str(tmp_path / "draft")
+    plan = up.make_plan(
+        UpConfig(target=str(tiny_target), folder=tmp_path / "all", draft=draft, vllm_args=vllm_args)
+    )
+    cfg = begin(plan, tmp_path / "draft")
+    width = 2 * 3 * config["hidden_size"]
+    shown = f"{width / 1e3:.1f} kB per token"
+    assert any(shown in line for line in up_folder.describe_records(cfg, ServerSample()))
+    with open_buffer(cfg, Registry(cfg.registry), "0" * 64):
+        pass
+
+
+def test_a_share_of_a_gpu_that_fits_no_training_step_is_warned_of(tiny_target, tmp_path):
+    up.write_new_head(tiny_target, tmp_path / "draft", 3, most_ids=100)
+    vllm_args = ("--port", str(free_port()))
+    plan = up.make_plan(
+        UpConfig(target=str(tiny_target), folder=tmp_path / "all", vllm_args=vllm_args)
+    )
+    plan = replace(plan, place=up.place_learner(["3"], {}))
+    cfg = begin(plan, tmp_path / "draft")
+    tensors = load_file(tmp_path / "draft" / "model.safetensors")
+    num_weights = sum(t.numel() for name, t in tensors.items() if name not in ("d2t", "t2d"))
+    config = read_config(tiny_target)
+    tables = 2 - bool(config.get("tie_word_embeddings"))
+    need = 12 * num_weights + 2 * tables * config["vocab_size"] * config["hidden_size"]
+    assert up.find_shortage(plan, cfg, 4 * need) == ""
+    warning = up.find_shortage(plan, cfg, 4 * need - 8)
+    assert re.search(r"GPU 3 .*--gpu-memory-utilization.*--capture\.fraction 0", warning)
+    half = replace(plan, flags={"gpu_memory_utilization": "0.5"})
+    assert up.find_shortage(half, cfg, 4 * need - 8) == ""
+    assert up.find_shortage(half, cfg, 2 * need - 8)
+    assert up.find_shortage(replace(plan, flags={"gpu_memory_utilization": "x"}), cfg, 1) == ""
+
+
+def test_the_memory_of_a_gpu_is_read_or_unknown(tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    program.write_text('#!/bin/sh\ncase "$*" in *--id=1) echo 24564;; *) echo none;; esac\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert up.read_gpu_bytes("1") == 24564 << 20
+    assert up.read_gpu_bytes("9") == 0
 
 
 def test_a_target_of_too_few_layers_has_live_counts(random_target, tmp_path, capsys):
