@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import zstandard
 
-from redraft.distill.data.splits import choose_files, is_split
+from redraft.distill.data.splits import choose_files, find_split, is_split
 from redraft.files.artifact import POINTER, refuse_pointer
 from redraft.files.setting_error import SettingError
 
@@ -143,14 +143,20 @@ def _load_saved(folder: Path, split: str) -> datasets.Dataset:
             if data.read() != ARROW_END:
                 raise ValueError(f"{file} is truncated: save or download it again")
     saved = datasets.load_from_disk(str(folder))
-    if isinstance(saved, datasets.Dataset):
-        return saved
-    if split not in saved:
+    return saved if isinstance(saved, datasets.Dataset) else _take_split(saved, str(folder), split)
+
+
+def _take_split(saved: datasets.DatasetDict, source: str, split: str) -> datasets.Dataset:
+    """Return the requested split, or otherwise the only split of its kind (`find_split`).
+
+    Raises:
+        SettingError: there is no such split, or there are several.
+    """
+    if (found := find_split(split, saved)) is None:
         raise SettingError(
-            f"{folder} has no split {split}, only {', '.join(saved)}: choose one with {{split}}, "
-            "or give its folder"
+            f"{source} has no split {split}, only {', '.join(saved)}: choose one with {{split}}"
         )
-    return saved[split]
+    return saved[found]
 
 
 def _stamp(path: Path) -> list[Any]:
@@ -364,15 +370,24 @@ def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _load_hub(source: str, split: str) -> datasets.Dataset:
-    """Load one split of a data set.
+    """Load one split of a data set, or otherwise the only split of its kind.
 
     The data set is named `owner/name`, or `owner/name:config` if it has several configs.
+
+    Raises:
+        ValueError: the data set cannot be loaded.
+        SettingError: it has no such split.
     """
     name, _, config = source.partition(":")
     import datasets  # imported here, because it takes a second, too long for --help
 
     try:
-        return datasets.load_dataset(name, config or None, split=split)
+        try:  # a part of a split, such as `train[:1000]`, works too
+            return datasets.load_dataset(name, config or None, split=split)
+        except ValueError as error:
+            if "[" in split or not str(error).startswith("Unknown split"):
+                raise
+        saved = datasets.load_dataset(name, config or None)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         reason = _first_line(error)
         if any(words in reason for words in ("Config name is missing", "BuilderConfig")):
@@ -382,6 +397,7 @@ def _load_hub(source: str, split: str) -> datasets.Dataset:
             f"{source} is neither a {', '.join(TABLES)} file nor a folder, and cannot be loaded "
             f"from the hub: {reason}"
         ) from error
+    return _take_split(saved, source, split)
 
 
 def _without_missing(value: Any) -> Any:

@@ -37,7 +37,7 @@ def choose_files(
         file: _name_split(file.relative_to(folder), split) for file in files
     }
     splits = Counter(name for name in named.values() if name)
-    found = _find_split(split, splits)
+    found = find_split(split, splits)
     chosen = [file for file, name in named.items() if name in (found, None)]
     if not chosen and (declared or len(splits) > 1):
         raise SettingError(
@@ -50,7 +50,7 @@ def choose_files(
     return chosen, splits
 
 
-def _find_split(asked: str, splits: Collection[str]) -> str | None:
+def find_split(asked: str, splits: Collection[str]) -> str | None:
     """Return the requested split, or otherwise the only split of its kind, e.g.
 
     `train` for `train_sft`.

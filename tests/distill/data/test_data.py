@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import datasets
@@ -20,6 +21,8 @@ from redraft.distill.data.conversations import (
 )
 from redraft.distill.data.corpus import MAX_DOCSTRING_CHARS, completion_question, function_questions
 from redraft.distill.data.messages import conversation_hash, read_message
+from redraft.distill.data.rows import _load_hub
+from redraft.files.setting_error import SettingError
 
 QUESTION_AND_ANSWER = [
     {"role": "user", "content": "why?"},
@@ -484,6 +487,31 @@ def test_a_name_that_is_nothing_here_nor_on_the_hub_says_so(
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match="nosuch/thing"):
         load_conversations("nosuch/thing")
+
+
+def test_the_only_split_of_its_kind_is_read_and_another_is_named_with_its_flag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (folder := tmp_path / "data").mkdir()
+    for name, count in (("train", 2), ("test", 3)):
+        write_jsonl(folder / f"{name}.jsonl", [{"prompt": name}] * count)
+    # The library reads a folder as it reads a data set of the hub.
+    assert len(_load_hub(str(folder), "train_sft")) == 2
+    assert len(_load_hub(str(folder), "train[:1]")) == 1
+    with pytest.raises(ValueError, match=r"train_sft\[:1\]|Unknown split"):
+        _load_hub(str(folder), "train_sft[:1]")
+    with pytest.raises(SettingError, match=r"has no split other, only train, test: .*\bsplit$"):
+        _load_hub(str(folder), "other")
+    rows = {name: datasets.Dataset.from_list([{"prompt": name}]) for name in ("train", "test")}
+    datasets.DatasetDict(rows).save_to_disk(tmp_path / "saved")
+    for split, name in (("train_sft", "train"), ("validation", None), ("test", "test")):
+        refused = (
+            pytest.raises(SettingError, match="has no split") if name is None else nullcontext()
+        )
+        with refused:
+            (found,) = load_conversations(str(tmp_path / "saved"), split=split)
+            assert found["messages"][0]["content"] == name
 
 
 def test_the_split_is_by_content_alone_and_near_its_fraction() -> None:
