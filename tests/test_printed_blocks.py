@@ -137,7 +137,6 @@ FITTED = {
     + wait_for("curl -sf http://127.0.0.1:8082/redraft/tap")
     + "\nkill $!; wait $! || true",
     r"redraft learner --config learner\.toml": r"\g<0> --set page.port=8400",
-    r"^(docs/agents\.md: redraft learner .*)": r"\1" + wait_for("[ -e drafts/current ]"),
     r"^(\S+: )python ask\.py &": r"\1python -m py_compile ask.py",
     # what the reader edits, or has in the root folder of a container
     r"^(docs/online\.md: redraft learner --config learner\.toml)": r"\1"
@@ -344,7 +343,7 @@ def add_given(name: str, folder: Path, target: Path) -> None:
         (folder / "drafts/NAME/current").symlink_to(folder / "models/standalone")
     if name in ("docs/privacy.md", "docs/agents.md"):
         (folder / "learner.toml").write_text(
-            f'target = "{target}"\nregistry = "drafts"\nspool = "spool"\n'
+            f'target = "{target}"\nregistry = "drafts/NAME"\nspool = "spool"\n'
             '[draft]\nfamily = "eagle3"\ninitial = "DRAFT"\n'
             '[fleet]\nservers = ["http://127.0.0.1:1"]\ntoken_file = "token"\n'
         )

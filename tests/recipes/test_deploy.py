@@ -341,6 +341,14 @@ def test_a_rollout_needs_no_spare_gpu_and_outlives_a_slow_load_and_a_dead_engine
         assert "max-size" in service["logging"]["options"], name
 
 
+def test_vllm_waits_for_a_slow_load_as_long_as_the_startup_probe_does():
+    server = container("Deployment", "vllm")
+    environment = {entry["name"]: entry["value"] for entry in server["env"]}
+    startup = server["startupProbe"]
+    allowed_s = startup["periodSeconds"] * startup["failureThreshold"]
+    assert int(environment["VLLM_ENGINE_READY_TIMEOUT_S"]) >= allowed_s
+
+
 def test_20_servers_of_the_manifests_fit_their_learner_by_the_table_of_capacity(tmp_path):
     environment = {one["name"]: one["value"] for one in container("Deployment", "vllm")["env"]}
     (file := tmp_path / "learner.toml").write_text(settings_of_the_learner("kubernetes", tmp_path))
