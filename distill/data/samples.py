@@ -71,7 +71,9 @@ class SampleStats:
     """Number of conversations cut at a turn because the next answer ends beyond the window.
     """
     truncated: int = 0
-    """Number of answers truncated at the window because there is no earlier turn to cut at."""
+    """Number of answers truncated at the window: on request, or because there is no earlier turn to
+    cut at.
+    """
     left_out: int = 0
     """Number of answers omitted because they follow other answers in the same conversation and end
     beyond the window.
@@ -153,7 +155,7 @@ class SampleStats:
             },
             "conversations with no answer inside the window": self.beyond_window,
             "conversations cut at a turn to fit the window": self.cut,
-            "answers cut at the window, with no earlier turn to cut at": self.truncated,
+            "answers cut at the window": self.truncated,
             "later answers beyond the window left out": self.left_out,
             f"labels beyond the window left out, {self.share_beyond:.1%} of all": self.labels_beyond,
             "conversations with token ids of a different tokenizer, tokenised again": self.foreign_ids,
@@ -188,6 +190,7 @@ def stream_samples(
     stats: SampleStats,
     *,
     max_length: int,
+    cuts_answers: bool = False,
     template_options: dict[str, Any] | None = None,
     day: datetime.date | None = None,
     ends: Collection[int] | None = None,
@@ -198,10 +201,11 @@ def stream_samples(
 
     The samples are in the order of the conversations' hashes. A conversation that is too long is
     cut after the last answer that fits, and the remainder is dropped. If not even the first answer
-    fits, that answer is cut. A plain document that is too long is split into several samples.
-    `template_options` are passed to the chat template as in a request, e.g. `enable_thinking`. A
-    template that writes today's date writes `day` instead, which is then required. `ends` are the
-    stop ids. If they are given, an answer with a different end of turn is refused.
+    fits, or with `cuts_answers`, the next answer is kept up to the end of the sample. A plain
+    document that is too long is split into several samples. `template_options` are passed to the
+    chat template as in a request, e.g. `enable_thinking`. A template that writes today's date
+    writes `day` instead, which is then required. `ends` are the stop ids. If they are given, an
+    answer with a different end of turn is refused.
 
     Raises:
         ValueError: nothing is left for the `purpose` (raised at the end), or a chat template is
@@ -211,7 +215,7 @@ def stream_samples(
     ordered = sorted((conversation_hash(c["messages"]), i) for i, c in enumerate(conversations))
     chunks = list(_chunks((key, conversations[i]) for key, i in ordered))
     stats.conversations += len(conversations)
-    work = functools.partial(_chunk_samples, max_length=max_length)
+    work = functools.partial(_chunk_samples, max_length=max_length, cuts_answers=cuts_answers)
     make = functools.partial(Renderer, tokenizer, template_options or {}, day, ends)
     with Progress(total=len(ordered), desc="tokenising", unit="conv", disable=not progress) as bar:
         for chunk, (samples, counted) in zip(
@@ -365,7 +369,11 @@ def _reason(error: jinja2.TemplateError) -> str:
 
 
 def _chunk_samples(
-    render: Renderer, chunk: list[tuple[str, Conversation]], max_length: int
+    render: Renderer,
+    chunk: list[tuple[str, Conversation]],
+    max_length: int,
+    *,
+    cuts_answers: bool,
 ) -> tuple[list[Sample], SampleStats]:
     samples, stats, batch = [], SampleStats(), render.batch()
     exact = [_exact_turns(conversation, render, stats) for _, conversation in chunk]
@@ -378,14 +386,14 @@ def _chunk_samples(
     batch.encode()
     for (key, conversation), ours, (some, asked) in zip(chunk, exact, turns, strict=True):
         if ours is not None:
-            documents = _documents(ours, max_length, stats)
+            documents = _documents(ours, max_length, cuts_answers, stats)
             asked = [render.known_arguments(conversation)]
         elif is_plain_text(conversation):
             documents = _text_documents(
                 conversation["messages"][0]["content"], render, max_length, stats
             )
         else:
-            documents = _documents(map(batch.ids, some), max_length, stats)
+            documents = _documents(map(batch.ids, some), max_length, cuts_answers, stats)
         arguments = json.dumps(asked[0] if asked else {}, sort_keys=True)
         samples += [
             Sample(
@@ -477,6 +485,7 @@ Document = tuple[NDArray[np.int32], NDArray[np.bool_]]  # The ids and the loss m
 def _documents(
     turns: Iterable[tuple[NDArray[np.int32], NDArray[np.int32]]],
     max_length: int,
+    cuts_answers: bool,
     stats: SampleStats,
 ) -> list[Document]:
     """Build the samples of one conversation from the (prompt ids, answer ids) of its turns."""
@@ -490,9 +499,9 @@ def _documents(
         grows = np.array_equal(prompt[: len(ids)], ids)
         # A prompt contains all earlier turns, so this is the remaining space in the sample.
         room = max_length - len(prompt)
-        # Only a first answer is cut in the middle, because otherwise nothing of the conversation
-        # would be left.
-        if room < 1 or (room < len(answer) and documents):
+        # By default, only a first answer is cut in the middle, because otherwise nothing of the
+        # conversation would be left.
+        if room < 1 or (room < len(answer) and documents and not cuts_answers):
             num_left_out += 1
             stats.labels_beyond += len(answer)
             continue

@@ -129,7 +129,7 @@ def load_data(
 def _describe_origin(data: Data, tokenizer: Any, length: int, day: datetime.date) -> Origin:
     settings = {
         name: getattr(data, name)
-        for name in ("held_out", "num_prompts", "max_prompt_tokens", "strict")
+        for name in ("held_out", "num_prompts", "max_prompt_tokens", "strict", "cut_answers")
     }
     asked = (
         {"the prompts": [data.prompts, *identify_conversations(data.prompts, data.split)]}
@@ -173,7 +173,12 @@ def _tokenise(
         )
     stats, held_out_stats = SampleStats(), SampleStats()
     stream = functools.partial(
-        stream_samples, tokenizer=tokenizer, max_length=max_length, day=day, ends=ends
+        stream_samples,
+        tokenizer=tokenizer,
+        max_length=max_length,
+        cuts_answers=data.cut_answers,
+        day=day,
+        ends=ends,
     )
     return TokenContent(
         train=stream(train, stats=stats),

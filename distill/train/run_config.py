@@ -80,6 +80,10 @@ class Data:
     """Stop at the first row that cannot be used. By default, such rows are skipped and counted by
     reason.
     """
+    cut_answers: bool = False
+    """Fill a row with the beginning of an answer that does not fit. By default, a conversation ends
+    after its last answer that fits.
+    """
 
     def __post_init__(self) -> None:
         if not 0 < self.held_out < 1:

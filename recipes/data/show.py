@@ -69,7 +69,12 @@ def main(cfg: ShowConfig) -> None:
     train, held_out = split_held_out(conversations, cfg.held_out)
     train, overlap = remove_overlap(train, held_out)
     build = functools.partial(
-        build_samples, tokenizer=tokenizer, max_length=length, day=day, ends=target.end_ids
+        build_samples,
+        tokenizer=tokenizer,
+        max_length=length,
+        cuts_answers=cfg.cut_answers,
+        day=day,
+        ends=target.end_ids,
     )
     samples, stats = build(train)
     held_out_samples, held_out_stats = held_out_part(held_out, build)

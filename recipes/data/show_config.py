@@ -35,6 +35,8 @@ class ShowConfig:
     """
     sequence_length: int = 4096
     """Maximum sample length in tokens. Use the training run's --loop.sequence-length."""
+    cut_answers: bool = False
+    """Fill a sample with the beginning of an answer that does not fit, as with --data.cut-answers."""
     date: str | None = None
     """Date, as YYYY-MM-DD, for chat templates that contain today's date. Default: today."""
     num_samples: int = 3

@@ -93,8 +93,8 @@ def test_every_row_is_used_or_counted_in_both_parts(
         "window; 10 labels beyond the window left out, 11.1% of all",
         "held out: 16 conversations: 12 samples, 607 tokens (447 labels); 2 conversations without "
         "an assistant turn; "
-        "2 conversations with no answer inside the window; 3 answers cut at the window, with no "
-        "earlier turn to cut at; 310 labels beyond the window left out, 41.0% of all",
+        "2 conversations with no answer inside the window; 3 answers cut at the window; "
+        "310 labels beyond the window left out, 41.0% of all",
         "duplicates: 2 of 2 held-out answers also occur word for word in training; "
         "removed 2 conversations that contain them, and 0 repeated conversations",
     ]
@@ -128,6 +128,18 @@ def test_conversations_end_where_a_served_drafts_view_ends(
         batch = part.batch(0, batch_size=1)
         assert batch.input_ids_BT.shape == (1, 96)
         assert int(batch.position_ids_BT.max()) < length
+
+
+def test_rows_end_inside_an_answer_on_request(random_target: Path, tmp_path: Path) -> None:
+    rows = [
+        {"messages": [ask(f"a {i}"), say("one"), ask("b"), say(f"two {i} " * 99)]} for i in range(8)
+    ]
+    path = write_rows(tmp_path / "chat.jsonl", rows)
+    whole = load(path, random_target, tmp_path / "whole")
+    cut = load(path, random_target, tmp_path / "cut", cut_answers=True)
+    assert max(len(sample.input_ids) for sample in whole.train.samples) < 20
+    assert {len(sample.input_ids) for sample in cut.train.samples} == {96}
+    assert cut.stats.share_beyond < whole.stats.share_beyond
 
 
 def test_a_padding_token_without_a_row_pads_nothing(random_target: Path, tmp_path: Path) -> None:

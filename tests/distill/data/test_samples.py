@@ -321,7 +321,7 @@ def test_what_is_left_out_is_counted() -> None:
     assert max(len(s.input_ids) for s in samples) == 64
     assert str(stats).endswith(
         "2 conversations without an assistant turn; 1 conversations with no answer inside the "
-        "window; 1 answers cut at the window, with no earlier turn to cut at; "
+        "window; 1 answers cut at the window; "
         f"{whole - stats.labels} labels beyond the window left out, "
         f"{100 * (whole - stats.labels) / whole:.1f}% of all"
     )
@@ -351,6 +351,21 @@ def test_a_long_row_is_cut_after_the_last_answer_that_fits() -> None:
         if fitting:
             assert data_hash(samples) == data_hash(beginnings[fitting - 1])
             assert ("1 conversations cut at a turn" in str(stats)) == (fitting < 6)
+
+
+def test_on_request_a_long_row_ends_inside_an_answer() -> None:
+    """By brute force: the whole conversation's sample, up to the last label inside the window."""
+    contents = [part for i in range(4) for part in (f"question {i}", f"answer {i} " * (i + 1))]
+    tokenizer, conversation = make_tokenizer(CHAT_TEMPLATE), make_conversation(*contents)
+    (whole,), _ = build_samples([conversation], tokenizer, max_length=4096, progress=False)
+    for window in range(int(whole.loss_mask.argmax()) + 1, len(whole.input_ids) + 2):
+        (sample,), stats = build_samples(
+            [conversation], tokenizer, max_length=window, cuts_answers=True, progress=False
+        )
+        size = int(whole.loss_mask[:window].nonzero()[0][-1]) + 1
+        assert sample.input_ids.tolist() == whole.input_ids[:size].tolist()
+        assert sample.loss_mask.tolist() == whole.loss_mask[:size].tolist()
+        assert stats.labels_beyond == whole.loss_mask[window:].sum()
 
 
 def test_a_turn_of_a_rewriting_template_is_left_out_alone_if_it_does_not_fit() -> None:

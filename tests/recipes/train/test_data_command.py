@@ -148,7 +148,7 @@ def test_everything_cut_or_refused_is_told_with_its_reason(
         "answers not learned, with tool calls that the chat template leaves out": 12,
         "conversations with no answer inside the window": 12,
         "conversations cut at a turn to fit the window": 12,
-        "answers cut at the window, with no earlier turn to cut at": 12,
+        "answers cut at the window": 12,
         "later answers beyond the window left out": 24,
     }
     for reason, total in reasons.items():
@@ -156,6 +156,9 @@ def test_everything_cut_or_refused_is_told_with_its_reason(
         assert [bool(count) for count in counts] == [True, True], reason
         assert sum(int(count[1]) for count in counts if count) == total, reason
     assert "conversations with an answer that the server truncated" in training
+    arguments = ["data", str(path), "--target", TARGET, "--held-out", "0.5"]
+    assert dispatch([*arguments, "--sequence-length", "96", "--cut-answers"]) == 0
+    assert "cut at a turn" not in capsys.readouterr().out
 
 
 def user(content: str) -> dict[str, Any]:
