@@ -39,13 +39,13 @@ from redraft.online.engine.pace_evidence import (
     list_requests,
 )
 
-SHARE = 0.0082  # Maximum fraction of the busy time for probes.
-MOST_STEPS = 16  # initial and maximum time on the account, in steps
+SHARE = 0.0093  # Maximum fraction of the busy time for probes, apart from FIRST_STEPS.
+FIRST_STEPS, MOST_STEPS = 4, 16  # Initial and maximum time on the account, in steps.
 # Number of steady steps in a probe, and of steps without a probe before and after it.
 STEPS, AROUND = 5, 12
 MARGIN = 0.015  # Minimum relative gain for a change of the base.
 # Number of standard errors added to an arm's estimate to decide whether it is worth a probe.
-DOUBT = 1.6
+DOUBT = 2.4
 # Off is probed after at most this many probes of other arms, because only off shows whether
 # drafting pays.
 OFF_AFTER = 2
@@ -147,8 +147,7 @@ class Policy:
         self.steps: defaultdict[Cell, int] = defaultdict(int)
         self.times, self.accepted = StepTimes(self.arms), Acceptance(most, self.contexts)
         self.recent = Times()
-        self.account_s = math.inf  # also the maximum, which the first update sets
-        self.lost_s = self.busy_s = 0.0
+        self.account_s = self.lost_s = self.busy_s = 0.0
         self.num_probes = 0
         self._levels: defaultdict[tuple[Cell, int], Level] = defaultdict(Level)
         self._recent: deque[float] = deque(maxlen=AROUND)
@@ -300,6 +299,8 @@ class Policy:
         if not requests:  # prompts alone
             self.recent.add(seconds, seconds)
             return
+        if not self.steps:
+            self.account_s += FIRST_STEPS * seconds
         cell = self.cell(requests, context)
         self.steps[cell] += 1
         self.accepted.learn(cell, accepted, verified)
