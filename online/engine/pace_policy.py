@@ -16,7 +16,7 @@ while requests come and go, and a drift in the machine's speed cancels out. A pr
 nearly as informative for neighbouring cells, and slightly for distant ones (`pace_evidence`).
 
 Time lost in probes is paid from an account that gets SHARE of all busy time. A change of draft or
-target adds nothing, so a draft that never pays off costs no more than this share. Evidence fades,
+target adds nothing, so a draft that never pays off costs no more than this share in the long run. Evidence fades,
 so arms are probed again after a change of load or machine.
 """
 
@@ -39,7 +39,7 @@ from redraft.online.engine.pace_evidence import (
     list_requests,
 )
 
-SHARE = 0.0093  # Maximum fraction of the busy time for probes, apart from FIRST_STEPS.
+SHARE = 0.0093  # Fraction of the busy time that probes may lose, apart from FIRST_STEPS.
 FIRST_STEPS, MOST_STEPS = 4, 16  # Initial and maximum time on the account, in steps.
 # Number of steady steps in a probe, and of steps without a probe before and after it.
 STEPS, AROUND = 5, 12
