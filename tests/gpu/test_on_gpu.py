@@ -498,8 +498,10 @@ def test_the_learner_scores_a_head_as_on_the_cpu(random_target: Path, tmp_path: 
     folder, found = make_head("eagle3", random_target, tmp_path / "head"), []
     for device in (GPU, torch.device("cpu")):
         target = Target.from_folder(random_target)
-        tables = {"embed_VD": target.embed_VD.to(device), "head_VD": target.head_VD.to(device)}
-        head = Eagle3.load(folder, replace(target, **tables)).to(device).eval()
+        moved = replace(
+            target, embed_VD=target.embed_VD.to(device), head_VD=target.head_VD.to(device)
+        )
+        head = Eagle3.load(folder, moved).to(device).eval()
         options: Any = {"sequence_length": 64, "reads": "layers", "device": device}
         counts = score_by_context(
             head, record, num_speculative_tokens=3, method="probabilistic", **options

@@ -5,6 +5,9 @@ Heads with random weights learn from them.
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import msgspec
 import numpy as np
 import torch
@@ -17,7 +20,7 @@ from redraft.distill.signal.sources import InProcessTarget
 from redraft.heads.catalog import find_family
 from redraft.heads.draft import final_hidden
 from redraft.heads.target import Target
-from redraft.online.records.record import Sampling, decode_record, encode_record
+from redraft.online.records.record import Record, Sampling, decode_record, encode_record
 
 LAYERS = {
     "eagle3": (0, 1, 2),
@@ -42,7 +45,7 @@ OPTIONS = {
 }
 
 
-def make_record(**changes):
+def make_record(**changes: Any) -> Record:
     """A prompt of 3 tokens.
 
     One step drafts 11, 12, 13 and accepts 11, the next drafts 21, 22, 23 and accepts all.
@@ -62,7 +65,7 @@ def text_of(record):
     return np.concatenate([record.context_ids, record.output_ids]).tolist()
 
 
-def make_head(name, target, folder, seed=0):
+def make_head(name: str, target: Path, folder: Path, seed: int = 0) -> Path:
     """An exported head with random weights."""
     torch.manual_seed(seed)
     family = find_family(name)
@@ -96,7 +99,7 @@ def floats(words_HLD):
     return torch.from_numpy(words_HLD.astype(np.uint16).view(np.int16)).view(torch.bfloat16).float()
 
 
-def with_states(record, target, name, begin=0):
+def with_states(record: Record, target: Path, name: str, begin: int = 0) -> Record:
     """The record as a server would have written it.
 
     All states from `begin` on, except the last token's.
