@@ -19,7 +19,6 @@ import jsonschema
 import model_runners
 import pytest
 import torch
-from forking import forking
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -646,9 +645,7 @@ def report(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
         vllm_args=("--enforce-eager",),
         output=target.parent / "out",
     )
-    with measuring_quickly(), pytest.MonkeyPatch.context() as patch:
-        for name, value in forking().items():
-            patch.setenv(name, value)
+    with measuring_quickly():
         main(cfg)
     return cfg, json.loads((cfg.output / "report.json").read_text())
 
