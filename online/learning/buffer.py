@@ -409,9 +409,11 @@ class Buffer(AbstractContextManager["Buffer"]):
         seqs = list(seqs)
         with self._lock:
             index = self._files.index()
-        index = index[np.isin(index["seq"], seqs)]
+        # A binary search, because a step of the training reads twice, and the index may be long.
+        at = np.searchsorted(index["seq"], seqs)
+        found = index[at[at < len(index)]]
         conversations = dict(
-            zip(index["seq"].tolist(), index["conversation"].tolist(), strict=True)
+            zip(found["seq"].tolist(), found["conversation"].tolist(), strict=True)
         )
         for seq in seqs:
             with self._lock:
