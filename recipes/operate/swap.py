@@ -80,6 +80,7 @@ async def roll_out(cfg: LearnerConfig, version: str) -> Outcome:
             except BaseException:  # e.g. Ctrl-C: without a learner, nothing else reverts the swaps
                 current = registry.current() or incumbent
                 print(f"all servers return to {current}", file=sys.stderr)
-                await converge(servers, current, cfg.rollout.rollback_timeout_s)
+                back = await converge(servers, current, cfg.rollout.rollback_timeout_s)
+                print(back, file=sys.stderr)  # names the servers that do not serve it
                 raise
     return outcome

@@ -172,7 +172,7 @@ def test_without_a_learner_the_command_itself_goes_by_way_of_the_canary(world):
 
 @pytest.mark.parametrize("trouble", ["Ctrl-C", "a full disk"])
 def test_without_a_learner_a_swap_that_is_cut_short_leaves_no_server_on_the_candidate(
-    trouble, world, monkeypatch
+    trouble, world, monkeypatch, capsys
 ):
     async def main():
         async with world.fleet():
@@ -191,6 +191,7 @@ def test_without_a_learner_a_swap_that_is_cut_short_leaves_no_server_on_the_cand
                 await rollout
             assert world.fakes[0].swaps[-2:] == [candidate, "v000001"]
             assert [fake.version for fake in world.fakes] == ["v000001", "v000001"]
+            assert capsys.readouterr().err.splitlines()[-1] == "all on v000001"
 
     def find_no_space(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
