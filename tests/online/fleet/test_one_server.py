@@ -96,7 +96,7 @@ async def test_looks_at_the_others_return_after_the_patience_and_count_every_dra
 
 @in_event_loop
 async def test_a_connection_that_the_server_may_be_closing_is_not_used_again(monkeypatch):
-    monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.05, raising=False)
+    monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.05)
     fake = FakeServer(Traffic())
     async with running(fake) as servers:
         await servers[0].status()
