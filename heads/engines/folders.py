@@ -12,10 +12,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from redraft.files import foreign
 from redraft.files.artifact import MANIFEST, PROVENANCE, write_json
 from redraft.files.folder import CONFIG, WEIGHTS, read_config
-from redraft.files.foreign import AUX_LAYERS
+from redraft.files.foreign import AUX_LAYERS, default_layers
 from redraft.files.tensors import read_tensors
 from redraft.files.windows import View, trained_views
 from redraft.heads.doctor.pair import Finding, Pair
@@ -69,12 +68,7 @@ def layers_read(pair: Pair) -> list[int]:
     Each is given as the number of layers below its stream.
     """
     recorded = pair.trained_with.get(AUX_LAYERS) or pair.family.read_layers(pair.config)
-    return list(recorded or default_layers(pair))
-
-
-def default_layers(pair: Pair) -> list[int]:
-    """Return the layers that every engine reads if none are specified."""
-    return foreign.default_layers(pair.target_config.num_hidden_layers)
+    return list(recorded or default_layers(pair.target_config.num_hidden_layers))
 
 
 def name_later_norms(tensors: Tensors, name: str) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from redraft.files.foreign import AUX_LAYERS, SECTION
+from redraft.files.foreign import AUX_LAYERS, SECTION, default_layers
 from redraft.files.windows import SECTION as BLOCK
 from redraft.files.windows import SLIDING, View
 from redraft.heads.doctor.pair import Finding, Pair
@@ -124,7 +124,8 @@ def find_misread(pair: Pair) -> Iterator[Finding]:
 
 def _misread_eagle3(pair: Pair) -> Iterator[Finding]:
     told = section(pair.config, SECTION).get(AUX_LAYERS)
-    served = _captured(pair, told) if told else folders.default_layers(pair)
+    default = default_layers(pair.target_config.num_hidden_layers)
+    served = _captured(pair, told) if told else default
     trained = folders.layers_read(pair)
     if served != trained:
         source = f"the section {SECTION}" if told else f"its default without {SECTION}"

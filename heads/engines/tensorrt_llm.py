@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from redraft.files.folder import read_json
-from redraft.files.foreign import AUX_LAYERS, SECTION
+from redraft.files.foreign import AUX_LAYERS, SECTION, default_layers
 from redraft.files.windows import SECTION as BLOCK
 from redraft.files.windows import SLIDING, View, trained_views
 from redraft.heads.doctor.pair import Finding, Pair
@@ -110,7 +110,8 @@ def _misread_layers(pair: Pair) -> Iterator[Finding]:
     told = None
     if (pair.draft / OPTIONS).is_file():
         told = read_json(pair.draft / OPTIONS).get("speculative_config", {}).get(LAYERS)
-    served = [layer + 1 for layer in told] if told else folders.default_layers(pair)
+    default = default_layers(pair.target_config.num_hidden_layers)
+    served = [layer + 1 for layer in told] if told else default
     trained = folders.layers_read(pair)
     if served != trained or told is None:
         yield Finding(

@@ -205,7 +205,7 @@ SECTION = "eagle_config"
 
 
 def default_layers(num_layers: int) -> list[int]:
-    """Return the layers that an EAGLE-3 head reads in vLLM if its config.json lists none.
+    """Return the layers that engines give an EAGLE-3 head whose config.json lists none.
 
     `num_layers` is the number of the target's layers.
     """

@@ -11,7 +11,6 @@ import json
 import math
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +28,7 @@ from test_export import (
     of_eagle3,
 )
 
-from redraft.heads.engines import folders
+from redraft.files.foreign import default_layers
 from redraft.heads.engines.table import ENGINES
 
 TABLES = {
@@ -132,8 +131,7 @@ def test_sglang_and_tensorrt_feed_the_layers_of_training(engine: str, tmp_path: 
         options = json.loads((written.draft / "spec.yaml").read_text())["speculative_config"]
         assert options["eagle3_layers_to_capture"] == told
     for count, streams in table["layers"]["untold"].items():
-        pair: Any = SimpleNamespace(target_config=SimpleNamespace(num_hidden_layers=int(count)))
-        assert folders.default_layers(pair) == streams
+        assert default_layers(int(count)) == streams
 
 
 def test_sglang_knows_the_architectures_and_tensorrt_the_sections(tmp_path: Path) -> None:
