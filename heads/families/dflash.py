@@ -39,7 +39,7 @@ from redraft.files.windows import (
 )
 from redraft.heads import options
 from redraft.heads.draft import Batch, DraftStep, TargetSignal, aux_streams, label_rows
-from redraft.heads.families.dflash_layouts import TRAINING_OPTIONS, read_options, translate
+from redraft.heads.families.dflash_layouts import read_options, translate
 from redraft.heads.nn.blocks import BlockMask, attend_blocks
 from redraft.heads.nn.layers import PreNormLayer, Projections, Rotary, norm, rotate
 from redraft.heads.nn.masks import check_mask_token, choose_rows
@@ -354,7 +354,8 @@ class DFlash(nn.Module):
             "head_dim": self.shape.head_dim,
             "rope_parameters": dict(self.shape.rope_parameters),
         }
-        kept = {name: getattr(self.config, name) for name in TRAINING_OPTIONS}
+        # No engine reads these options. Exports keep them for further training.
+        kept = {"num_anchors": self.config.num_anchors, "gamma": self.config.gamma}
         windows = {"window": self.config.window, "full_layers": list(self.config.full_layers)}
         recorded = {**served, **rotation, **windows}
         return {"family": self.family, **kept, TRAINED_WITH: recorded}

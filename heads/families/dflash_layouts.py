@@ -15,9 +15,6 @@ from redraft.files.windows import (
 from redraft.heads.options import DFlash, read_record
 from redraft.heads.shape import read_layer_config
 
-# No engine reads this key. Exports keep it for further training.
-TRAINING_OPTIONS = ("num_anchors", "gamma")
-
 
 def translate(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
     """Return config.json with vLLM's keys, translated if it is in the `speculators` layout.
