@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from redraft.files.foreign import AUX_LAYERS, nested_layers
+from redraft.files.foreign import AUX_LAYERS, NUM_DEFAULT_LAYERS, nested_layers
 from redraft.files.windows import count_states
 
 if TYPE_CHECKING:
@@ -38,9 +38,6 @@ Parity = Literal["autoregressive", "recurrent", "parallel", "block", "prefix_and
     prefix_and_masks  the prefix shifted by one token with the target's features, and the masks,
                       in one pass
 """
-
-NUM_DEFAULT_LAYERS = 3
-"""Number of layers that engines give an EAGLE-3 head whose config.json lists none."""
 
 NUM_TOKENS = 3
 """Default number of draft tokens per step in a server."""

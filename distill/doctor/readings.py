@@ -26,7 +26,7 @@ from redraft.engine.counts import AcceptanceCounts
 from redraft.engine.prompts import Prompt
 from redraft.eval.forecast.greedy import Continuation, forecast_prompt
 from redraft.eval.intervals import CONFIDENCE, estimate_tau_gain
-from redraft.files.foreign import default_layers
+from redraft.files.foreign import NUM_DEFAULT_LAYERS, default_layers
 from redraft.files.progress import Progress
 from redraft.files.windows import SECTION
 from redraft.heads.doctor.pair import Finding, Pair
@@ -288,7 +288,7 @@ def _other_layers(pair: Pair, head: Eagle3 | DFlash) -> Iterator[Reading]:
     first = 1 if isinstance(head, DFlash) else 0
     # Try off-by-one errors in both directions: layer k may mean the input or the output of layer k.
     others = [tuple(k + shift for k in ids) for shift in (-1, 1)]
-    if len(ids) == 3 and isinstance(head, Eagle3):
+    if len(ids) == NUM_DEFAULT_LAYERS and isinstance(head, Eagle3):
         others.append(tuple(default_layers(num_layers)))
     for other in dict.fromkeys(others):
         if (

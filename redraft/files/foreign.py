@@ -203,6 +203,9 @@ FOREIGN: tuple[Foreign, ...] = (
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 SECTION = "eagle_config"
 
+NUM_DEFAULT_LAYERS = 3
+"""Number of layers in `default_layers`."""
+
 
 def default_layers(num_layers: int) -> list[int]:
     """Return the layers that engines give an EAGLE-3 head whose config.json lists none.
