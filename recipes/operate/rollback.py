@@ -27,7 +27,7 @@ class RollbackConfig:
     """The learner's TOML file."""
     to: str = ""
     """Version to return to, instead of the previous one. It must have been current before. If it is
-    the current version, only training starts again.
+    the current version, servers that do not serve it are swapped, and training starts again.
     """
 
 

@@ -199,6 +199,24 @@ def test_without_a_learner_a_swap_that_is_cut_short_leaves_no_server_on_the_cand
     asyncio.run(main())
 
 
+def test_a_swap_that_is_cut_short_names_the_server_that_did_not_return(world, capsys):
+    async def main():
+        async with world.fleet():
+            world.registry.promote(publish(world))
+            candidate = publish(world)
+            policy = replace(QUICK, window_timeout_s=300, min_drafts=10**9, rollback_timeout_s=0)
+            rollout = asyncio.ensure_future(swap.roll_out(world.config(rollout=policy), candidate))
+            await until(lambda: world.fakes[0].version == candidate)
+            world.fakes[0].stop()
+            rollout.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await rollout
+            url = world.fakes[0].url
+            assert url in capsys.readouterr().err.splitlines()[-1]
+
+    asyncio.run(main())
+
+
 def test_without_a_learner_a_rollback_that_missed_a_server_is_repeated_and_goes_no_further(world):
     async def main():
         async with world.fleet():
