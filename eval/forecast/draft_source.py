@@ -29,9 +29,11 @@ from redraft.files.folder import (
     OLD_WEIGHTS,
     fetch_model,
     is_hub_name,
+    open_folder,
     read_config,
     refuse_gguf,
     tensor_files,
+    text_sections,
 )
 from redraft.files.foreign import match_foreign
 from redraft.heads.catalog import FAMILIES, detect_family, find_method, list_methods, match_tensors
@@ -64,6 +66,9 @@ NAMED = re.compile(r"([^=/+]+)=(.+)")
 WHOLE_MODEL = re.compile(r"(?!mtp\.)(\w+\.)*layers\.0\..*")
 """Pattern of a tensor in a model's first layer. An MTP layer in a separate folder has no such name.
 """
+
+MTP_TENSOR, IN_LAYER = re.compile(r"(?i)mtp|nextn|eh_proj"), re.compile(r"\blayers\.(\d+)\.")
+"""Names of tensors in MTP layers, and in a numbered layer."""
 
 CAUSAL_LM = re.compile(r"\w+(ForCausalLM|LMHeadModel)")
 
@@ -145,6 +150,28 @@ class DraftSource:
             raise ValueError(
                 "suffix decoding needs a separate package: pip install arctic-inference==0.1.1"
             )
+
+    def require_layer(self, target: str | Path) -> None:
+        """Raise ValueError for `mtp` if the target's files contain no MTP layer.
+
+        vLLM would report it only after minutes of loading, or not at all.
+        """
+        if not self.is_without_folder or self.is_lookup:
+            return
+        try:
+            folder = open_folder(target)
+            names, sections = tensor_files(folder), text_sections(read_config(folder))
+        except FileNotFoundError:  # vLLM will download the files, or report the error
+            return
+        numbers = [section.get("num_hidden_layers") or 0 for section in sections]
+        beyond = (int(layer[1]) for name in names if (layer := IN_LAYER.search(name)))
+        # DeepSeek's and GLM's MTP layers follow the target's layers.
+        if any(map(MTP_TENSOR.search, names)) or any(number >= max(numbers) for number in beyond):
+            return
+        raise ValueError(
+            f"{target} contains no MTP layer, which a quantised copy may leave out: choose a different "
+            "--draft, or a copy of the target that has the layer"
+        )
 
     @property
     def is_without_folder(self) -> bool:

@@ -76,6 +76,7 @@ def _require_distinct(names: Sequence[str]) -> None:
 
 
 def make_model(draft: DraftSource, target: LoadedTarget, sampling: SampleMethod) -> NamedDraft:
+    draft.require_layer(target.files.folder)
     folder = draft.folder or target.files.folder
     pair = Pair.read(target.files, folder)
     family = pair.family

@@ -80,6 +80,7 @@ from redraft.recipes.decide.candidates import (
     give_acceptance,
     make_lookups,
     make_trained,
+    name_drafts,
     trained_family,
 )
 from redraft.recipes.demo.parts import ANSWERS, make_target, question, read_origin, read_problems
@@ -208,8 +209,10 @@ def read_finished(
 
     Raises:
         ValueError: this acceptance was measured without the target's penalties, or with a different
-            target.
+            target, or the target has no MTP layer for the draft `mtp`.
     """
+    for draft in name_drafts(cfg.draft, cfg.train).values():
+        draft.require_layer(target.folder)
     finished = list(finished_drafts(cfg))
     if cfg.acceptance is None:
         return finished

@@ -191,7 +191,7 @@ def check_pair(cfg: DoctorConfig) -> "Checked":
 
     Raises:
         FileNotFoundError: a folder is missing.
-        ValueError: the folder contains no draft.
+        ValueError: the folder contains no draft, or the target no MTP layer.
     """
     # These modules import torch, which may not be installed.
     from redraft.distill.doctor.check_draft import check_draft
@@ -202,6 +202,7 @@ def check_pair(cfg: DoctorConfig) -> "Checked":
     draft = DraftSource.parse(cfg.draft or cfg.target)
     if draft.lookup is None and draft.is_without_folder and draft.is_lookup:
         raise ValueError(f"{draft} is a lookup without a model, so there is nothing to compare")
+    draft.require_layer(cfg.target)
     engine = EngineCheck(
         dtype=cfg.target_dtype,
         prompts=cfg.prompts,

@@ -57,7 +57,6 @@ from redraft.recipes.serve.vllm_flags import (
     list_warnings,
     read_flags,
     require_agreement,
-    require_mtp,
     require_private,
     require_same_weights,
 )
@@ -193,8 +192,7 @@ def server_command(cfg: ServeConfig) -> list[str]:
     parts += [] if cfg.pace in ("off", "adaptive") else ["pace"]
     flags = read_flags(cfg.vllm_args)
     require_agreement(cfg.vllm_args, flags, cfg.target, parts)
-    if draft.is_without_folder and not draft.is_lookup:
-        require_mtp(cfg.target)
+    draft.require_layer(cfg.target)
     config = speculative_config(cfg)
     if cfg.live.folder is not None:
         require_own(cfg.live.folder)

@@ -74,7 +74,6 @@ from redraft.recipes.serve.vllm_flags import (
     list_warnings,
     read_flags,
     require_agreement,
-    require_mtp,
     require_private,
     require_same_weights,
 )
@@ -273,8 +272,7 @@ def check_folder(
                 f"--draft {draft}: redraft up chooses the lookup itself; set --draft {draft.source}"
             )
         speculative_config(ServeConfig(target=str(target), draft=cfg.draft))
-        if draft.is_without_folder and not draft.is_lookup:
-            require_mtp(str(target))
+        draft.require_layer(str(target))
     return None
 
 

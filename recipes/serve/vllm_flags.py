@@ -4,7 +4,6 @@ They are checked before the server starts.
 """
 
 import os
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +12,7 @@ from typing import Any, Literal
 from redraft.engine import adaptive
 from redraft.engine.counters import EMBEDS_BESIDE_DRAFT, LOG_STATS_OFF
 from redraft.engine.proxies import is_local
-from redraft.files.folder import (
-    model_folder,
-    open_folder,
-    read_config,
-    read_generation_config,
-    tensor_files,
-    text_sections,
-)
+from redraft.files.folder import model_folder, read_generation_config
 from redraft.files.target_folder import TargetFolder
 from redraft.heads.doctor.pair import Pair
 
@@ -32,9 +24,6 @@ ALIASES = {
     "pp": "pipeline_parallel_size", "n": "nnodes", "asc": "api_server_count",
     "cc": "compilation_config", "O": "optimization_level",
 }  # fmt: skip
-
-MTP_TENSOR, IN_LAYER = re.compile(r"(?i)mtp|nextn|eh_proj"), re.compile(r"\blayers\.(\d+)\.")
-"""Names of tensors in MTP layers, and in a numbered layer."""
 
 Beside = Literal["redraft", "model", "head", "lookup", "records", "pace", "up"]
 """The part of redraft that a flag conflicts with. `redraft` means any server that redraft starts.
@@ -389,27 +378,6 @@ def require_same_weights(target: str, environment: Mapping[str, str]) -> None:
             f"the folder "
             "with the weights"
         )
-
-
-def require_mtp(target: str) -> None:
-    """Raise ValueError if the target's files contain no MTP layer, for the draft `mtp`.
-
-    vLLM would report it only after minutes of loading, or not at all.
-    """
-    try:
-        folder = open_folder(target)
-        names, sections = tensor_files(folder), text_sections(read_config(folder))
-    except FileNotFoundError:  # vLLM will download the files, or report the error
-        return
-    numbers = [section.get("num_hidden_layers") or 0 for section in sections]
-    beyond = (int(layer[1]) for name in names if (layer := IN_LAYER.search(name)))
-    # DeepSeek's and GLM's MTP layers follow the target's layers.
-    if any(map(MTP_TENSOR.search, names)) or any(number >= max(numbers) for number in beyond):
-        return
-    raise ValueError(
-        f"{target} contains no MTP layer, which a quantised copy may leave out: choose a different "
-        "--draft, or a copy of the target that has the layer"
-    )
 
 
 def list_warnings(

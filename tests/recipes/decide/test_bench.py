@@ -545,6 +545,13 @@ def test_acceptance_that_is_given_is_that_of_a_draft_of_this_name(tmp_path: Path
         give(sampled, "a")
 
 
+def test_an_mtp_layer_that_the_target_lacks_is_refused(tiny_target: Path) -> None:
+    for draft in ("mtp", "ngram+mtp"):
+        cfg = BenchConfig(target=str(tiny_target), draft=(draft,))
+        with pytest.raises(ValueError, match=rf"^{tiny_target} contains no MTP layer"):
+            bench.read_finished(cfg, TargetFolder.open(tiny_target), GREEDY, has_penalties=False)
+
+
 def test_the_acceptance_with_another_target_is_refused(tiny_target: Path, tmp_path: Path) -> None:
     target, path = TargetFolder.open(tiny_target), tmp_path / "report.json"
     cfg = BenchConfig(target=str(tiny_target), acceptance=path)

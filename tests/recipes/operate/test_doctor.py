@@ -288,6 +288,7 @@ def test_a_running_server_is_compared_with_the_unquantised_model(random_target, 
     ("flags", "line"),
     [
         ({"draft": "mtp"}, "set --target as well"),
+        ({"draft": "mtp", "target": "{target}"}, "contains no MTP layer"),
         ({"target": "{target}", "draft": "{tmp}/nowhere"}, "there is no model folder"),
         ({"target": "{target}", "draft": "ngram+{tmp}/nowhere:2"}, "there is no model folder"),
         ({"target": "{target}", "draft": "ngram", "engine": "sglang"}, "ngram is a lookup"),
