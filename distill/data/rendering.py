@@ -45,7 +45,7 @@ from redraft.files.target_folder import count_ids, writes_date
 T = TypeVar("T")
 
 EXCLUDED = "which the data excludes from training"
-"""The reason for which an answer with `weight` 0 is not learned."""
+"""Why an answer with `weight` 0 is not learned."""
 
 
 class Renderer:

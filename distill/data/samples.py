@@ -264,8 +264,8 @@ def held_out_prompts(
     prompt, so they would count the same evidence again. Prompts longer than `max_length` tokens are
     excluded too, and plain documents have no prompt. One line is printed with the number of
     excluded prompts for each reason. `day` is as in `stream_samples`. A prompt uses the template
-    arguments that its conversation records, or otherwise the `usual` ones: by default, those of
-    most answers. If the prompts then use several thinking modes, each domain is split by mode.
+    arguments that its conversation records, or otherwise the `usual` ones: by default, the
+    arguments of most answers. If the prompts then use several thinking modes, each domain is split by mode.
 
     Raises:
         ValueError: no prompt is left.
@@ -293,7 +293,7 @@ def held_out_prompts(
         {tuple(prompt.token_ids) for prompt in beside},
     )
     while len(prompts) < num_prompts and (asked := next(in_turns, None)):
-        # Recorded arguments are complete, even if there are none.
+        # If a conversation records its arguments, they are complete, even if empty.
         arguments = render.known_arguments(asked) if "arguments" in asked else usual
         prompt = _prompt(asked, render, arguments, max_length)
         if not isinstance(prompt, Prompt):

@@ -82,7 +82,7 @@ def read_turns(rows: Sequence[Any]) -> list[StoredTurn]:
 
 
 def split_turns(ids: Any, mask: Any) -> list[StoredTurn]:
-    """Split a conversation at its loss mask, in which ones mark the answers.
+    """Split a conversation by its loss mask, which is 1 for the tokens of answers.
 
     Returns an empty list for any other values, and for an answer without a prompt.
     """

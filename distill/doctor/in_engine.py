@@ -389,7 +389,7 @@ def ask_fallback(
 def load_as_trained(
     pair: Pair, dtype: str, *, needs_target: bool = False
 ) -> tuple[Draft, InProcessTarget | None]:
-    """Return (the draft as the module used in training, the target's signal).
+    """Return (the draft as a training module, the target's signal).
 
     Without `needs_target`, the signal is None if the draft reads nothing from the target.
     """

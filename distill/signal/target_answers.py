@@ -85,7 +85,7 @@ class RegenerationStats:
     refused: int = 0
     """Number of conversations without any answer, because the server refused the first request."""
     refusal: str = ""
-    """The first reason for which the server refused a request."""
+    """The reason of the server's first refusal."""
 
     def __str__(self) -> str:
         parts = [
@@ -196,7 +196,7 @@ class _Regeneration:
     async def run(
         self, conversations: Sequence[Conversation], settings: dict[str, Any]
     ) -> RegenerationStats:
-        # Of conversations with the same key, only the last is asked, because the key does not
+        # If several conversations have the same key, only the last is asked, because the key does not
         # include the domain.
         wanted = {prompt_key(c): c for c in conversations if _questions(c)}
         self.stats.without_question = sum(not _questions(c) for c in conversations)

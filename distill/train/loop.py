@@ -323,7 +323,7 @@ class _Trainer:
                 # a GPU.
                 stats = distillation.read(unread)
                 rate = self.meter.rate()
-                # A skipped step has the loss of a part of its labels, and no norm.
+                # The loss of a skipped step covers only a part of its labels, and the step has no norm.
                 measured = () if stats.skipped else MEASURED
                 run.log(
                     done,

@@ -133,7 +133,7 @@ class RolloutPolicy:
     max_absent_share: float = 0.1
     """Maximum fraction of servers that may stop responding. Above it, the draft is a likely cause,
     and the rollout is reverted. One absent server is always tolerated, unless it is the only one.
-    A server that has not responded for `swap_timeout_s` when the waves begin does not count.
+    Servers that have not responded for `swap_timeout_s` when the waves begin are not counted.
     """
 
     def __post_init__(self) -> None:

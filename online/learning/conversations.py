@@ -1,7 +1,7 @@
 """Finds the conversation of each record from the prompts in the buffer.
 
-The turns of a conversation are not independent, because each turn's prompt extends the prompt of
-the turn before. A record belongs to the conversation of the longest stored prompt that its own
+The turns of a conversation are not independent, because each turn's prompt extends the
+previous turn's prompt. A record belongs to the conversation of the longest stored prompt that its own
 prompt continues, whether or not the turns in between were recorded. No header is needed.
 
     turn 1    prompt, answer's header │ answer
