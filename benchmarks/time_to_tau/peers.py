@@ -29,6 +29,7 @@ from torch.nn.functional import pad
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from benchmarks.time_to_tau.course import Training
+from redraft.engine.hardware import this_machine
 from redraft.files.folder import CONFIG
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal
 from redraft.heads.target import aux_layers
@@ -103,8 +104,8 @@ def train_speculators(training: Training) -> None:
     """Train with the `Trainer` of speculators and the defaults of `speculators train`.
 
     The only differences are those that a CPU requires: eager losses instead of Triton's, dense
-    attention instead of flex attention, and no timing of GPU queues. `--max-steps` sets the length
-    of its schedule.
+    attention instead of flex attention, no timing of GPU queues, and float32 on a CPU without
+    bfloat16. `--max-steps` sets the length of its schedule.
     """
     from speculators.model import SpeculatorModel
     from speculators.models.eagle3.data import shift_batch
@@ -123,6 +124,7 @@ def train_speculators(training: Training) -> None:
         "seed": course.seed,
         "loss_implementation": "eager",
         "draft_attn_impl": "sdpa",
+        "hidden_states_dtype": "bfloat16" if this_machine().has_bfloat16 else "float32",
         "save_path": str(Path(course.output) / "run" / "speculators"),
     }
     chosen |= dict(setting.split("=", 1) for setting in course.settings)
