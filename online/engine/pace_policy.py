@@ -23,7 +23,7 @@ so arms are probed again after a change of load or machine.
 import math
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from redraft.online.engine.config import list_arms
@@ -66,21 +66,24 @@ class Level:
         self.mean += (value - self.mean) / min(self.count, 50)
 
 
+Place = tuple[Cell, int]
+"""A cell and its base."""
+
+Residual = tuple[Place, float]
+"""The log of a step's time minus the mean for its place."""
+
+
 @dataclass
 class Running:
     """A probe in progress."""
 
     arm: int
-    before: float
-    """Mean residual of the steps before the probe."""
-    residuals: dict[tuple[Cell, int], list[float]] = field(default_factory=dict)
-    """Residuals of the settled steps, by cell and base."""
+    before: list[Residual]
+    """Steps before the probe."""
+    residuals: list[Residual] = field(default_factory=list)
+    """Settled steps of the probe."""
     num_steps: int = 0
     is_over: bool = False
-
-    @property
-    def count(self) -> int:
-        return sum(map(len, self.residuals.values()))
 
 
 @dataclass(frozen=True)
@@ -149,8 +152,9 @@ class Policy:
         self.recent = Times()
         self.account_s = self.lost_s = self.busy_s = 0.0
         self.num_probes = 0
-        self._levels: defaultdict[tuple[Cell, int], Level] = defaultdict(Level)
-        self._recent: deque[float] = deque(maxlen=AROUND)
+        self._cell = self.cell(1, 0)  # of the previous step
+        self._levels: defaultdict[Place, Level] = defaultdict(Level)
+        self._recent: deque[Residual] = deque(maxlen=AROUND)
         self._drift = 0.0
         self._variance = 0.01
         self._probe: Running | None = None
@@ -174,7 +178,7 @@ class Policy:
         elif not self._probe and len(self._recent) == AROUND and self._is_known(cell, base):
             arm = self._find_wanted(cell)
             if arm is not None and (is_read or not arm) and self._can_pay(cell, arm):
-                self._probe = Running(arm, _typical(self._recent))
+                self._probe = Running(arm, [*self._recent])
                 return arm
         return base
 
@@ -236,14 +240,17 @@ class Policy:
         self.accepted.swapped()
 
     def _update_base(self, cell: Cell) -> None:
-        base = self.base[cell]
+        # Without a base of its own, a cell takes over that of the previous step, so that drafting
+        # goes on where it has not been measured yet, as long as it is estimated to pay.
+        base = self.base[cell] or self.base[self._cell]
+        self._cell = cell
         own = self.speed(cell, base)
         if base and own.mean < 1:
             base, own = 0, OFF
-        # An arm must beat off even if it is one standard error worse than estimated, so that
-        # drafting starts only with evidence.
+        # Arms are compared at one standard error below their estimates, so that drafting starts,
+        # and more tokens are drafted, only with evidence.
         sure = [arm for arm in self.arms[1:] if self.speed(cell, arm).at(-1) > 1]
-        best = max(sure, key=lambda arm: self.speed(cell, arm).mean, default=base)
+        best = max(sure, key=lambda arm: self.speed(cell, arm).at(-1), default=base)
         if self.speed(cell, best).mean > own.mean * (1 + MARGIN):
             base = best
         self.base[cell] = base
@@ -318,13 +325,13 @@ class Policy:
         if probe and is_probe:
             if self._is_known(cell, base):
                 residual = math.log(seconds) - self._levels[cell, base].mean
-                probe.residuals.setdefault((cell, base), []).append(residual)
-            if probe.count >= STEPS:
+                probe.residuals.append(((cell, base), residual))
+            if len(probe.residuals) >= STEPS:
                 self._end_probe()
         elif drafted == base:
             residual = math.log(seconds) - level.mean
             if level.count >= KNOWN:
-                self._recent.append(residual)
+                self._recent.append(((cell, base), residual))
                 self._drift = _typical(self._recent)
                 rest = max(-0.5, min(0.5, residual - self._drift))
                 self._variance += (rest**2 - self._variance) / 50
@@ -387,25 +394,34 @@ class Policy:
 
     def _settle(self, running: Running) -> None:
         """Evaluate a probe once the steps before and after it are known."""
-        after, count = _typical(self._recent), running.count
-        around, middle = (
-            (running.before + after) / 2,
-            _typical([one for some in running.residuals.values() for one in some]),
-        )
-        # Each step measures one cell. All share the error of the surrounding steps, which a stall
-        # makes large.
+        count, around = len(running.residuals), [*running.before, *self._recent]
+        before, after, middle = map(_typical, (running.before, self._recent, running.residuals))
+        # The error of a place's mean cancels out if the place has the same share of the steps in
+        # the probe and around it.
+        shares: defaultdict[Place, float] = defaultdict(float)
+        for steps, sign in ((running.residuals, 1), (around, -1)):
+            for place, _ in steps:
+                shares[place] += sign / len(steps)
+        levels = sum(share**2 / self._levels[place].count for place, share in shares.items())
+        # Each step measures one cell. All share the errors of the means and of the surrounding
+        # steps, which a stall makes large.
         variance = (
-            self._variance * (1 + count / (2 * AROUND)) + count * (running.before - after) ** 2 / 4
+            self._variance * (1 + count * (1 / len(around) + levels))
+            + count * (before - after) ** 2 / 4
         )
         probes = []
-        for (cell, base), residuals in running.residuals.items():
-            cut = [max(middle - 0.4, min(middle + 0.4, residual)) for residual in residuals]
+        for cell, base in dict.fromkeys(place for place, _ in running.residuals):
+            cut = [
+                max(middle - 0.4, min(middle + 0.4, residual))
+                for place, residual in running.residuals
+                if place == (cell, base)
+            ]
             probes.append(
                 Probe(
                     cell=cell,
                     tokens=running.arm,
                     base=base,
-                    log_ratio=sum(cut) / len(cut) - around,
+                    log_ratio=sum(cut) / len(cut) - (before + after) / 2,
                     variance=variance / len(cut),
                 )
             )
@@ -426,10 +442,11 @@ class Policy:
         return (cell, arm) in self._levels and self._levels[cell, arm].count >= KNOWN
 
 
-def _typical(values: Sequence[float] | deque[float]) -> float:
-    """Return the mean, with outliers clipped at a distance of 0.4 from the median.
+def _typical(steps: Iterable[Residual]) -> float:
+    """Return the mean residual, with outliers clipped at a distance of 0.4 from the median.
 
     A stall is no evidence about an arm.
     """
+    values = [residual for _, residual in steps]
     median = sorted(values)[len(values) // 2]
     return sum(max(median - 0.4, min(median + 0.4, value)) for value in values) / len(values)

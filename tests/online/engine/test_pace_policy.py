@@ -16,7 +16,7 @@ from redraft.files.artifact import MANIFEST
 from redraft.files.sealed import write_sealed
 from redraft.online.engine.pace_evidence import ALL, MEMORY_STEPS, Cell
 from redraft.online.engine.pace_memory import SAVE_S, PaceMemory
-from redraft.online.engine.pace_policy import MOST_STEPS, SHARE, Policy
+from redraft.online.engine.pace_policy import MOST_STEPS, SHARE, Policy, Speed
 
 MOST, STEPS, LEARNED_STEPS = 5, 6000, 2000
 
@@ -218,6 +218,54 @@ def test_what_one_cell_showed_is_used_in_cells_never_seen() -> None:
         speed, doubt = policy.speed(unseen, 2), prior.speed(unseen, 2).error
         assert speed.mean == pytest.approx(known.mean, rel=0.15)
         assert known.error < speed.error < doubt / least
+
+
+def test_drafting_goes_on_in_a_cell_never_seen_if_it_is_estimated_to_pay() -> None:
+    policy = simulate("good", "1", 0.05, 0, LEARNED_STEPS + 1).policy
+    base, speed = policy.base[SEEN], policy.speed(Cell(8, 1024), policy.base[SEEN])
+    assert base > 0
+    assert speed.at(-1) < 1 < speed.mean, "too uncertain to begin here"
+    fresh = Policy(MOST, 64, LONGEST)
+    fresh.recall(policy.known())
+    assert fresh.choose(8, 400) == 0
+    assert policy.choose(8, 400) == base
+    policy.swapped()
+    policy.accepted.learn(SEEN, [0] * 4000, MOST)
+    assert policy.choose(12, 400) == 0
+
+
+def test_a_number_is_not_chosen_because_its_speed_is_uncertain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """5 tokens are estimated to be faster than 2, but may be slower."""
+    speeds = {0: (1.0, 0.0), 1: (1.2, 0.05), 2: (1.69, 0.1), 3: (1.7, 0.4), 5: (1.83, 0.29)}
+    policy = Policy(MOST, 64, LONGEST)
+    monkeypatch.setattr(policy, "speed", lambda cell, arm: Speed(*speeds[arm]))
+    assert policy.choose(1, 400) == 2
+    speeds[5] = (1.83, 0.1)
+    assert policy.choose(1, 400) == 5
+
+
+def test_a_probe_in_a_cell_that_is_new_is_less_certain() -> None:
+    """The error of its mean cancels out only if the steps around the probe are in the cell too."""
+    variances = []
+    for probed in (1, 2):
+        policy, rng, verified = Policy(MOST, 64, LONGEST), random.Random(0), 0
+        sizes = [2] * 4
+        while not policy.num_probes:
+            is_probe = policy._probe is not None and not policy._probe.is_over
+            size = sizes.pop() if sizes else probed if is_probe else 1
+            drafted = policy.choose(size, 400)
+            policy.observe(
+                size, 400, drafted, verified, math.exp(rng.gauss(0, 0.1)),
+                [0] * size if verified else [], tokens=size, num_reading=0,
+            )  # fmt: skip
+            verified = drafted
+        variances.append(policy.times.probes[-1].variance)
+    counts = [policy._levels[Cell(size, 1024), 0].count for size in (1, 2)]
+    assert counts[1] == 4
+    added = policy._variance * sum(1 / count for count in counts)
+    assert variances[1] == pytest.approx(variances[0] + added)
 
 
 def restart(policy: Policy, folder: Path, version: str = "v000002", key: str = "k" * 64) -> Policy:
