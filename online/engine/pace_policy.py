@@ -52,6 +52,10 @@ OFF_AFTER = 2
 # Minimum number of steps with an arm in a cell before their mean time is used as a reference.
 KNOWN = 4
 FADE_STEPS = 100  # Number of steps between reductions of old evidence's weight.
+LEAST_VARIANCE = 1e-6
+"""Variance of the log of a step's time, at least. Without noise, the probes' covariance would
+become singular.
+"""
 
 
 @dataclass
@@ -259,26 +263,31 @@ class Policy:
         """Return the arm that is worth a probe, or None."""
         base = self.base[cell]
         own = self.speed(cell, base)
-        if base and (own.at(-DOUBT) < 1 or self._since_off >= OFF_AFTER):
+        # An arm whose probe costs more than the account can ever contain must not make all others
+        # wait. If off is so slow, drafting surely pays.
+        affordable = [
+            arm for arm in self.arms if arm != base and self._price(cell, arm) <= MOST_STEPS
+        ]
+        if 0 in affordable and (own.at(-DOUBT) < 1 or self._since_off >= OFF_AFTER):
             return 0
-        rivals = {arm: self.speed(cell, arm).at(DOUBT) for arm in self.arms[1:] if arm != base}
-        gains = {arm: (most - own.mean) / self._cost(cell, arm) for arm, most in rivals.items()}
+        rivals = {arm: self.speed(cell, arm).at(DOUBT) for arm in affordable if arm}
+        gains = {arm: (most - own.mean) / self._price(cell, arm) for arm, most in rivals.items()}
         arm = max(gains, key=gains.__getitem__, default=None)
         return arm if arm is not None and rivals[arm] > own.mean * (1 + MARGIN) else None
 
-    def _cost(self, cell: Cell, arm: int) -> float:
-        """Return the time that a step with the arm may lose, relative to a step with the base."""
+    def _price(self, cell: Cell, arm: int) -> float:
+        """Return the time that a probe may lose, in steps with the base."""
         own = self.speed(cell, self.base[cell])
         # Do not use the mean, but assume that the arm is one standard error worse than estimated.
         # For off, use the base's gain minus one standard error; otherwise, leaving an uncertain
         # base would be too expensive.
         loss = own.mean / max(0.2, self.speed(cell, arm).at(-1)) - 1 if arm else own.at(-1) - 1
-        return max(0.03, loss)
+        return (STEPS + 1) * max(0.03, loss)
 
     def _can_pay(self, cell: Cell, arm: int) -> bool:
         step_s = self._base_s(cell)
         self.account_s = min(self.account_s, MOST_STEPS * step_s)
-        return (STEPS + 1) * step_s * self._cost(cell, arm) <= self.account_s
+        return self._price(cell, arm) * step_s <= self.account_s
 
     # --- observations
 
@@ -334,7 +343,7 @@ class Policy:
                 self._recent.append(((cell, base), residual))
                 self._drift = _typical(self._recent)
                 rest = max(-0.5, min(0.5, residual - self._drift))
-                self._variance += (rest**2 - self._variance) / 50
+                self._variance += (max(rest**2, LEAST_VARIANCE) - self._variance) / 50
             level.learn(math.log(seconds) - self._drift)
             if probe and probe.is_over and len(self._recent) == AROUND:
                 self._settle(probe)

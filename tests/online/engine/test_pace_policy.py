@@ -425,7 +425,7 @@ def test_no_probe_of_more_tokens_begins_while_the_draft_has_not_read_the_text() 
     assert any(drafted[100:])
 
 
-def simulate_beside(rates: list[float], steps: int = 2000, learned: int = 800) -> float:
+def simulate_beside(rates: list[float], steps: int = 3000, learned: int = 1500) -> float:
     """The speed of the first request against no drafts, beside others with these rates.
 
     A draft token costs 0.02 of a step, and verifying it 0.05.
@@ -453,7 +453,7 @@ def simulate_beside(rates: list[float], steps: int = 2000, learned: int = 800) -
     [
         (0.3, [], 1.2),
         (0.3, [1.0], 0.6),
-        (0.3, [1.0] * 7, 0.25),
+        (0.3, [1.0] * 7, 0.24),
         (1.0, [], 7.1),
         (1.0, [0.0] * 7, 1.0),
     ],
@@ -463,3 +463,21 @@ def test_all_requests_together_are_served_and_one_may_pay_for_the_others(
 ) -> None:
     """The numbers of docs/threat-model.md."""
     assert simulate_beside([rate, *others]) == pytest.approx(speed, rel=0.06)
+
+
+def test_probes_go_on_if_off_is_too_slow_to_be_probed() -> None:
+    """A probe of off would cost more than the account can contain."""
+    policy, verified = Policy(12, 64, 4096), 0
+    for _ in range(3000):
+        drafted = policy.choose(1, 400)
+        policy.observe(
+            1, 400, drafted, verified, (1 + 0.07 * verified) / 100, [verified] if verified else [],
+            tokens=1 + verified, num_reading=0,
+        )  # fmt: skip
+        verified = drafted
+    assert policy.speed(SEEN, 12).mean == pytest.approx(13 / 1.84, rel=0.05)
+    assert policy.base[SEEN] == 12
+
+
+def test_steps_that_all_take_the_same_time_are_no_error() -> None:
+    assert simulate_beside([0.3], steps=6000) == pytest.approx(1.2, rel=0.02)
