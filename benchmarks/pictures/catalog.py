@@ -84,6 +84,12 @@ PICTURES = (
         rows=lambda: charts.read_learning(_page()),
     ),
     Picture(
+        path="docs/training.svg",
+        draw=lambda path: write_whole(path, charts.draw_training(charts.read_training(_page()))),
+        files=(*CHARTS, "benchmarks/time_to_tau/charts.py"),
+        rows=lambda: charts.read_training(_page()),
+    ),
+    Picture(
         path="docs/terminal.svg",
         draw=lambda path: write_whole(path, terminal.draw(DATA / "terminal.cast")),
         files=("benchmarks/pictures/terminal.py", "docs/pictures/terminal.cast"),

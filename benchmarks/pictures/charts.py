@@ -9,6 +9,7 @@ import altair as alt
 
 from benchmarks.pictures.tables import read_cells, read_figures
 from benchmarks.svg import COLORS, INK, to_svg
+from benchmarks.time_to_tau.charts import draw_curves
 
 SPEEDS = {
     "counted answers (": "counted answers",
@@ -23,6 +24,7 @@ LEARNED = (
     "tau on prose before, after 48, 176, 304, 688 records",
     "trained offline on the same answers for as many steps",
 )
+TRAINING = "tau after minutes of training"
 SPEED_WIDTH, LEARNING_WIDTH = 300, 430
 """The chart is narrow, so that its text stays legible on a phone."""
 
@@ -117,3 +119,27 @@ def draw_learning(found: dict[str, Any]) -> str:
         + rule.mark_text(align="left", dx=6, dy=-9).encode(x=alt.value(0), text="label:N"),
         LEARNING_WIDTH,
     )
+
+
+def read_training(page: str) -> list[dict[str, Any]]:
+    """Read tau by minutes of training, for every trainer."""
+    header, _, *rows = page[page.index(f"| {TRAINING}") :].partition("\n\n")[0].splitlines()
+    minutes = [float(cell) for cell in read_cells(header, TRAINING)]
+    points = []
+    for row in rows:
+        trainer = row.strip("| ").partition(" |")[0]
+        series = trainer.replace("`", "")
+        for at, cell in zip(minutes, read_cells(row, trainer), strict=True):
+            for figure in read_figures(cell):
+                assert figure.interval, f"tau of {trainer} after {at} minutes has no interval"
+                low, high = figure.interval
+                points.append(
+                    {"series": series, "x": at, "value": figure.value, "low": low, "high": high}
+                )
+    return points
+
+
+def draw_training(points: list[dict[str, Any]]) -> str:
+    """Draw tau over minutes of training."""
+    trainers = list(dict.fromkeys(point["series"] for point in points))
+    return to_svg(draw_curves(points, trainers), LEARNING_WIDTH)
