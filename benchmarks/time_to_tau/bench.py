@@ -92,7 +92,7 @@ BEST: Mapping[str, tuple[str, ...]] = {
         *("--optim.momentum", "0.8", "--mixed-precision", "bf16"),
     ),
 }
-"""Flags of the best recipe for half an hour on two cores, as in `redraft bench`."""
+"""Flags of our best recipe for half an hour on two cores."""
 
 SMALL: Mapping[str, tuple[str, ...]] = {
     "eagle3": (),

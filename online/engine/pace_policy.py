@@ -47,14 +47,14 @@ MARGIN = 0.015  # Minimum relative gain for a change of the base.
 # Number of standard errors added to an arm's estimate to decide whether it is worth a probe.
 DOUBT = 2.4
 # Off is probed after at most this many probes of other arms, because only off shows whether
-# drafting pays.
+# drafting pays. The exception is a probe of off that costs more than the account can contain.
 OFF_AFTER = 2
 # Minimum number of steps with an arm in a cell before their mean time is used as a reference.
 KNOWN = 4
 FADE_STEPS = 100  # Number of steps between reductions of old evidence's weight.
 LEAST_VARIANCE = 1e-6
-"""Variance of the log of a step's time, at least. Without noise, the probes' covariance would
-become singular.
+"""Minimum variance of the log of a step's time. With a variance of zero, the covariance of the
+probes would be singular.
 """
 
 
@@ -244,8 +244,8 @@ class Policy:
         self.accepted.swapped()
 
     def _update_base(self, cell: Cell) -> None:
-        # Without a base of its own, a cell takes over that of the previous step, so that drafting
-        # goes on where it has not been measured yet, as long as it is estimated to pay.
+        # A cell with base 0 takes over the previous step's base while it is estimated to pay.
+        # Otherwise, drafting would stop in every new cell.
         base = self.base[cell] or self.base[self._cell]
         self._cell = cell
         own = self.speed(cell, base)
@@ -263,8 +263,8 @@ class Policy:
         """Return the arm that is worth a probe, or None."""
         base = self.base[cell]
         own = self.speed(cell, base)
-        # An arm whose probe costs more than the account can ever contain must not make all others
-        # wait. If off is so slow, drafting surely pays.
+        # Skip arms whose probe costs more than the account can contain, because waiting for one
+        # would block all other probes. If off is one of them, drafting clearly pays.
         affordable = [
             arm for arm in self.arms if arm != base and self._price(cell, arm) <= MOST_STEPS
         ]
@@ -413,7 +413,7 @@ class Policy:
                 shares[place] += sign / len(steps)
         levels = sum(share**2 / self._levels[place].count for place, share in shares.items())
         # Each step measures one cell. All share the errors of the means and of the surrounding
-        # steps, which a stall makes large.
+        # steps; a stall makes the latter error large.
         variance = (
             self._variance * (1 + count * (1 / len(around) + levels))
             + count * (before - after) ** 2 / 4

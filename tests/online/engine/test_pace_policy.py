@@ -234,7 +234,7 @@ def test_drafting_goes_on_in_a_cell_never_seen_if_it_is_estimated_to_pay() -> No
     assert policy.choose(12, 400) == 0
 
 
-def test_a_number_is_not_chosen_because_its_speed_is_uncertain(
+def test_the_number_with_the_best_cautious_estimate_is_chosen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """5 tokens are estimated to be faster than 2, but may be slower."""
@@ -479,5 +479,5 @@ def test_probes_go_on_if_off_is_too_slow_to_be_probed() -> None:
     assert policy.base[SEEN] == 12
 
 
-def test_steps_that_all_take_the_same_time_are_no_error() -> None:
+def test_step_times_without_noise_do_not_raise() -> None:
     assert simulate_beside([0.3], steps=6000) == pytest.approx(1.2, rel=0.02)
