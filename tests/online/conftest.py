@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from forking import forking
 from learner_world import World, make_draft, served_by
 from real_broker import Broker, running_broker
 from real_server import COPY, CORRUPT, FOREIGN, NOISY, RANDOM, TOKEN, WIDER, Server, running_server
@@ -92,7 +91,7 @@ def server(
 ) -> Iterator[Server]:
     options = ["--draft-sample-method", "probabilistic"]
     with running_server(
-        random_target, registry, tmp_path_factory.mktemp("server"), options, environment=forking()
+        random_target, registry, tmp_path_factory.mktemp("server"), options
     ) as running:
         yield running
 

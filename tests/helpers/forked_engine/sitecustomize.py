@@ -1,4 +1,4 @@
-"""On PYTHONPATH: the processes of a vLLM server fork, so that vLLM is imported once and not thrice.
+"""On PYTHONPATH: the processes of a vLLM server fork, so that vLLM is imported once.
 
 On a CPU, vLLM lets its API server start the engine core, and the engine core its worker, as new
 interpreters. Each imports vLLM for eight seconds and longer, which is most of a server's start.
@@ -27,5 +27,7 @@ if "vllm.entrypoints.launchers.api_server.entry" in sys.orig_argv:
 
     _get_context = multiprocessing.get_context
     multiprocessing.get_context = fork_of_vllm
-    os.environ["OMP_NUM_THREADS"] = "1"
+    # numba's threads share OpenMP with torch: with two of them on the engine's only core, every
+    # parallel region of an n-gram server spins for milliseconds.
+    os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
     os.register_at_fork(after_in_child=forget_wakeups)
