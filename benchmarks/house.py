@@ -150,7 +150,7 @@ def walk_target() -> tuple[list[str], int]:
         )
         flags = ["eagle3", "--target", str(ROOT / "tests/assets/tiny-target")]
         flags += ["--data.source", str(data), "--output", f"{folder}/out", "--prove.no-engine"]
-        flags += ["--draft-vocab-size", "0"]
+        flags += ["--draft-vocab-size", "0", "--loop.batch-size", "1"]
         recipe, rest = find_recipe("train", flags)
         cfg = parse_recipe(recipe, rest)
         sys.setprofile(trace)
