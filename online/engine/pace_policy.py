@@ -53,8 +53,8 @@ OFF_AFTER = 2
 KNOWN = 4
 FADE_STEPS = 100  # Number of steps between reductions of old evidence's weight.
 LEAST_VARIANCE = 1e-6
-"""Minimum variance of the log of a step's time. With a variance of zero, the covariance of the
-probes would be singular.
+"""Minimum variance of a step's log time. If it were zero, the probes' covariance matrix would be
+singular.
 """
 
 
@@ -251,8 +251,8 @@ class Policy:
         own = self.speed(cell, base)
         if base and own.mean < 1:
             base, own = 0, OFF
-        # Arms are compared at one standard error below their estimates, so that drafting starts,
-        # and more tokens are drafted, only with evidence.
+        # Compare arms at one standard error below their estimates, so that the server starts to
+        # draft, or drafts more tokens, only with evidence.
         sure = [arm for arm in self.arms[1:] if self.speed(cell, arm).at(-1) > 1]
         best = max(sure, key=lambda arm: self.speed(cell, arm).at(-1), default=base)
         if self.speed(cell, best).mean > own.mean * (1 + MARGIN):
@@ -265,13 +265,12 @@ class Policy:
         own = self.speed(cell, base)
         # Skip arms whose probe costs more than the account can contain, because waiting for one
         # would block all other probes. If off is one of them, drafting clearly pays.
-        affordable = [
-            arm for arm in self.arms if arm != base and self._price(cell, arm) <= MOST_STEPS
-        ]
+        prices = {arm: self._price(cell, arm) for arm in self.arms if arm != base}
+        affordable = {arm: price for arm, price in prices.items() if price <= MOST_STEPS}
         if 0 in affordable and (own.at(-DOUBT) < 1 or self._since_off >= OFF_AFTER):
             return 0
         rivals = {arm: self.speed(cell, arm).at(DOUBT) for arm in affordable if arm}
-        gains = {arm: (most - own.mean) / self._price(cell, arm) for arm, most in rivals.items()}
+        gains = {arm: (most - own.mean) / affordable[arm] for arm, most in rivals.items()}
         arm = max(gains, key=gains.__getitem__, default=None)
         return arm if arm is not None and rivals[arm] > own.mean * (1 + MARGIN) else None
 
