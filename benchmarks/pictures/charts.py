@@ -122,19 +122,18 @@ def draw_learning(found: dict[str, Any]) -> str:
 
 
 def read_training(page: str) -> list[dict[str, Any]]:
-    """Read tau by minutes of training, for every trainer."""
+    """Read each trainer's tau over minutes of training."""
     header, _, *rows = page[page.index(f"| {TRAINING}") :].partition("\n\n")[0].splitlines()
     minutes = [float(cell) for cell in read_cells(header, TRAINING)]
     points = []
     for row in rows:
         trainer = row.strip("| ").partition(" |")[0]
-        series = trainer.replace("`", "")
         for at, cell in zip(minutes, read_cells(row, trainer), strict=True):
             for figure in read_figures(cell):
                 assert figure.interval, f"tau of {trainer} after {at} minutes has no interval"
                 low, high = figure.interval
                 points.append(
-                    {"series": series, "x": at, "value": figure.value, "low": low, "high": high}
+                    {"series": trainer, "x": at, "value": figure.value, "low": low, "high": high}
                 )
     return points
 
