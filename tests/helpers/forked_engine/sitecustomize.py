@@ -27,7 +27,7 @@ if "vllm.entrypoints.launchers.api_server.entry" in sys.orig_argv:
 
     _get_context = multiprocessing.get_context
     multiprocessing.get_context = fork_of_vllm
-    # numba's threads share OpenMP with torch: with two of them on the engine's only core, every
-    # parallel region of an n-gram server spins for milliseconds.
+    # numba and torch share OpenMP. With two threads on the engine's only core, every parallel region
+    # of an n-gram server would spin for milliseconds.
     os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
     os.register_at_fork(after_in_child=forget_wakeups)

@@ -220,7 +220,7 @@ def test_what_one_cell_showed_is_used_in_cells_never_seen() -> None:
         assert known.error < speed.error < doubt / least
 
 
-def test_drafting_goes_on_in_a_cell_never_seen_if_it_is_estimated_to_pay() -> None:
+def test_drafting_continues_in_a_cell_never_seen_if_it_is_estimated_to_pay() -> None:
     policy = simulate("good", "1", 0.05, 0, LEARNED_STEPS + 1).policy
     base, speed = policy.base[SEEN], policy.speed(Cell(8, 1024), policy.base[SEEN])
     assert base > 0
@@ -465,7 +465,7 @@ def test_all_requests_together_are_served_and_one_may_pay_for_the_others(
     assert simulate_beside([rate, *others]) == pytest.approx(speed, rel=0.06)
 
 
-def test_probes_go_on_if_off_is_too_slow_to_be_probed() -> None:
+def test_probes_continue_if_off_is_too_slow_to_be_probed() -> None:
     """A probe of off would cost more than the account can contain."""
     policy, verified = Policy(12, 64, 4096), 0
     for _ in range(3000):
